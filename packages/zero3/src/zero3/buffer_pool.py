@@ -1,0 +1,120 @@
+"""Reused flat buffers. First touch of fresh memory is slower than the drive, so nothing large is allocated in
+the steady state: a unit is gathered into memory that an earlier unit has left.
+
+A view that somebody still holds must not see the next unit's numbers. At give-back the pool asks how many
+tensors share the storage; a buffer with an unknown user is retired until that user is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+# Warn when memory of retired buffers passes this.
+_RETIRED_WARNING_BYTES = 256 << 20
+
+
+class PooledBuffer:
+    """A stretch of memory and the tensors that the pool itself has on it.
+
+    storage   (nbytes,) uint8, the whole buffer
+    """
+
+    __slots__ = ("_own_uses", "_storage", "nbytes", "storage", "users")
+
+    def __init__(self, storage: Tensor):
+        self.storage = storage
+        self.nbytes = storage.numel()
+        self._storage = storage.untyped_storage()
+        self._own_uses = self._uses()
+        self.users = ""  # who took it last, for messages
+
+    def _uses(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+    def viewed_elsewhere(self) -> bool:
+        """Whether anybody but the pool holds a tensor on this memory."""
+        return self._uses() > self._own_uses
+
+    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first `numel` elements, as `dtype`."""
+        return self.storage[: numel * dtype.itemsize].view(dtype)
+
+
+class BufferPool:
+    """Flat buffers of any size, kept for reuse.
+
+    allocate   nbytes -> uint8 tensor (nbytes,); a package that does I/O gives aligned, pinned memory
+    limit      bytes above which unused buffers of unfit sizes are given back to the system
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor], limit: int | None = None):
+        self._allocate = allocate
+        self.limit = limit
+        self._free: list[PooledBuffer] = []
+        self._retired: list[PooledBuffer] = []
+        self.nbytes = 0  # all that the pool holds: in use, free and retired
+        self.in_use = 0
+        self.peak_in_use = 0
+        self._warned = False
+
+    def take(self, nbytes: int, user: str = "") -> PooledBuffer:
+        """A buffer of at least `nbytes` bytes with arbitrary contents."""
+        self._reclaim()
+        fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= max(2 * nbytes, nbytes + 65536)]
+        if fitting:
+            buffer = min(fitting, key=lambda candidate: candidate.nbytes)
+            self._free.remove(buffer)
+        else:
+            self._make_room(nbytes)
+            buffer = PooledBuffer(self._allocate(max(nbytes, 64)))
+            self.nbytes += buffer.nbytes
+        buffer.users = user
+        self.in_use += buffer.nbytes
+        self.peak_in_use = max(self.peak_in_use, self.in_use)
+        return buffer
+
+    def give_back(self, buffer: PooledBuffer) -> None:
+        """Return a buffer; all of the taker's own tensors on it must be gone."""
+        self.in_use -= buffer.nbytes
+        if buffer.viewed_elsewhere():
+            self._retired.append(buffer)
+            self._warn_about_retired()
+        else:
+            self._free.append(buffer)
+
+    @property
+    def retired_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._retired)
+
+    def _reclaim(self) -> None:
+        if self._retired:
+            self._free += [buffer for buffer in self._retired if not buffer.viewed_elsewhere()]
+            self._retired = [buffer for buffer in self._retired if buffer.viewed_elsewhere()]
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let go of free buffers that fit nobody, so that odd sizes do not pile up."""
+        limit = self.limit if self.limit is not None else 2 * max(self.peak_in_use, nbytes)
+        self._free.sort(key=lambda buffer: buffer.nbytes)
+        while self._free and self.nbytes + nbytes > limit:
+            self.nbytes -= self._free.pop().nbytes
+
+    def _warn_about_retired(self) -> None:
+        if not self._warned and self.retired_nbytes > _RETIRED_WARNING_BYTES:
+            self._warned = True
+            names = sorted({buffer.users for buffer in self._retired})
+            log.warning(
+                "%.0f MiB of gathered memory cannot be reused, because views of these units are still held: %s",
+                self.retired_nbytes / 2**20,
+                ", ".join(names[:8]),
+            )
+
+
+def allocate_on(device: torch.device) -> Callable[[int], Tensor]:
+    """The plain allocator: uninitialised memory of torch's own."""
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,255 @@
+"""Full tensors out of a partitioned model and into it, one at a time: state_dict and load_state_dict.
+
+Names, shapes and dtypes are the plain model's. Whoever loads reads only what this rank keeps: a safetensors file
+is opened lazily and of each tensor only the own part is sliced, where its layout allows.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives, parameter_forms
+from .unit import ParamSlot, Unit
+from .unit_state import ParamState
+
+
+@contextmanager
+def gathered_master(unit: Unit) -> Iterator[Tensor]:
+    """The unit's full flat buffer in the master dtype (padded_numel,), valid inside. Collective."""
+    model = unit.model
+    shard = model.store.master(unit)
+    if model.shard_ranks == 1:
+        yield shard
+        return
+    buffer = model.pool.take(unit.padded_numel * unit.master_dtype.itemsize, unit.name)
+    flat = buffer.flat(unit.padded_numel, unit.master_dtype)
+    unit.own_slice(flat).copy_(shard)
+    collectives.all_gather(
+        model.ranks, flat, unit.own_slice(flat), unit.index, f"collecting the values of unit {unit.name}"
+    )()
+    try:
+        yield flat
+    finally:
+        del flat
+        model.pool.give_back(buffer)
+
+
+def full_tensor(slot: ParamSlot) -> Tensor:
+    """The whole parameter on the CPU, in its own dtype; a copy. Collective."""
+    model = slot.unit.model
+    model.border()
+    _bring_back(slot.unit)
+    with gathered_master(slot.unit) as flat:
+        return slot.view_of(flat).to("cpu", copy=True)
+
+
+def _bring_back(unit: Unit) -> None:
+    """Values written into a gathered unit must reach its shard before the shard is read."""
+    if unit.state is ParamState.READY and not unit.plain:
+        unit.model.collect_changes(unit)
+
+
+class FullState(Mapping):
+    """Lazy, ordered mapping name -> full tensor of a partitioned model. Every look-up is collective."""
+
+    def __init__(self, module: nn.Module):
+        self._entries: dict[str, Any] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            self._entries[name] = param
+        persistent = set(_persistent_buffers(module))
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if name in persistent:
+                self._entries[name] = buffer
+        order = {name: position for position, name in enumerate(_plain_order(module))}
+        self._names = sorted(self._entries, key=lambda name: order.get(name, len(order)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if parameter_forms.is_partitioned(entry):
+            return full_tensor(entry._zero3)
+        return entry.detach().to("cpu", copy=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
+    """Names and full tensors of the plain model, gathered one at a time as they are looked up. Collective."""
+    return FullState(model)
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor] | str | os.PathLike, strict: bool = True):
+    """Load full tensors, streamed: from a mapping, or from a safetensors file.
+
+    Each rank keeps its own part. `strict`: names must agree exactly, else RuntimeError with the lists. A shape
+    that differs is always a RuntimeError, and nothing is loaded then. Returns (missing_keys, unexpected_keys).
+    """
+    if isinstance(state, str | os.PathLike):
+        from safetensors import safe_open
+
+        with safe_open(os.fspath(state), framework="pt") as file:
+            return _load(model, _SafetensorsFile(file), strict)
+    return _load(model, _InMemory(state), strict)
+
+
+class _InMemory:
+    def __init__(self, mapping: Mapping[str, Tensor]):
+        self._mapping = mapping
+        self.names = list(mapping)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._mapping[name].shape)
+
+    def flat_part(self, name: str, start: int, stop: int) -> Tensor:
+        return self._mapping[name].detach().reshape(-1)[start:stop]
+
+
+class _SafetensorsFile:
+    def __init__(self, file):
+        self._file = file
+        self.names = list(file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def flat_part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order; only the rows that hold them are read."""
+        shape = self.shape(name)
+        if not shape or start >= stop:
+            return self._file.get_tensor(name).reshape(-1)[start:stop]
+        row = 1
+        for extent in shape[1:]:
+            row *= extent
+        first, last = start // row, -(-stop // row)
+        rows = self._file.get_slice(name)[first:last]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+def _load(model: nn.Module, source, strict: bool):
+    entries: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    persistent = set(_persistent_buffers(model))
+    entries.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in persistent)
+    available = set(source.names)
+    missing = [name for name in entries if name not in available]
+    unexpected = [name for name in source.names if name not in entries]
+    faults = []
+    if strict and missing:
+        faults.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        faults.append(f"unexpected: {', '.join(unexpected)}")
+    for name, entry in entries.items():
+        if name in available and source.shape(name) != tuple(entry.shape):
+            faults.append(f"{name}: {source.shape(name)} in the state, {tuple(entry.shape)} in the model")
+    if faults:
+        raise RuntimeError(f"cannot load the state into {type(model).__name__}: " + "; ".join(faults))
+    for name, entry in entries.items():
+        if name not in available:
+            continue
+        if parameter_forms.is_partitioned(entry):
+            _load_slot(entry._zero3, source, name)
+        else:
+            with torch.no_grad():
+                entry.copy_(source.flat_part(name, 0, entry.numel()).view(entry.shape))
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _load_slot(slot: ParamSlot, source, name: str) -> None:
+    unit = slot.unit
+    model = unit.model
+    model.border()
+    first = model.shard_rank * unit.shard_numel + slot.start - slot.offset  # of the own part, in the parameter
+    values = source.flat_part(name, first, first + slot.stop - slot.start) if slot.stop > slot.start else None
+    if values is not None:
+        values = values.to(unit.device, unit.master_dtype)
+        if not (unit.plain or unit.permanent) and unit.state is ParamState.READY:
+            model.release(unit, force=True)
+        model.store.write_back(unit, values, slot.start, slot.stop)
+    model.values_changed(unit)
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in child._buffers:
+            if child._buffers[name] is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name
+
+
+def _plain_order(module: nn.Module) -> Iterator[str]:
+    """Names in the order in which nn.Module.state_dict lists them: own parameters, own buffers, children."""
+
+    def walk(node: nn.Module, prefix: str) -> Iterator[str]:
+        yield from (prefix + name for name in node._parameters)
+        yield from (prefix + name for name in node._buffers)
+        for name, child in node._modules.items():
+            if child is not None:
+                yield from walk(child, f"{prefix}{name}.")
+
+    return walk(module, "")
+
+
+# -- model.state_dict() ---------------------------------------------------------------------------------------
+
+
+class _PlainStateDict:
+    """Makes `module.state_dict()` of every module in the tree give full CPU tensors.
+
+    torch asks each parameter for `detach()`; for a released one that would gather and hand out the pool's memory.
+    So the placeholders that it stored are replaced, module by module.
+    """
+
+    def __init__(self):
+        self._shared: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        parameter_forms.Released.detach_gathers = False
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        parameter_forms.Released.detach_gathers = True
+        for name, param in module._parameters.items():
+            key = prefix + name
+            if key in state and parameter_forms.is_partitioned(param) and not param._zero3.unit.plain:
+                state[key] = self._full(param._zero3)
+
+    def _full(self, slot: ParamSlot) -> Tensor:
+        """One tensor for all names of a tied parameter, as torch gives."""
+        full = self._shared.get(id(slot))
+        if full is None:
+            full = full_tensor(slot)
+            self._shared[id(slot)] = full
+        return full
+
+    def __deepcopy__(self, memo):
+        return _Inert()
+
+
+class _Inert:
+    """What a copied module has in place of the hook."""
+
+    def __call__(self, *_) -> None:
+        """Nothing: the copy is a plain module."""
+
+    before = __call__
+
+
+def install(model, module: nn.Module) -> None:
+    hook = _PlainStateDict()
+    handles = []
+    for child in module.modules():
+        handles.append(child.register_state_dict_pre_hook(hook.before))
+        handles.append(child._register_state_dict_hook(hook))
+    object.__setattr__(module, "_zero3_state_dict_hooks", handles)
+
+
+def uninstall(module: nn.Module) -> None:
+    for handle in module._zero3_state_dict_hooks:
+        handle.remove()

@@ -1,0 +1,90 @@
+"""gathered(): full parameters inside a with block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from . import parameter_forms
+from .errors import UnsupportedError
+from .unit import ParamSlot, Unit
+
+
+@contextmanager
+def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: bool = False) -> Iterator[None]:
+    """Full parameters inside the block. Collective.
+
+    model_or_params   a module, a parameter, or any of several (plain tensors and repetitions do no harm)
+    modify            True: rank 0's changes are kept, on every rank, when the block ends without an exception.
+                      False: a change raises UnsupportedError on every rank, and is dropped.
+    """
+    slots = _slots(model_or_params)
+    units = list(dict.fromkeys(slot.unit for slot in slots))
+    for unit in units:
+        unit.model.border()
+        unit.holds += 1
+        if unit.state.name != "READY":
+            unit.model.scheduler.needs(unit, "access")
+    before = {unit: _snapshot(unit) for unit in units}
+    for slot in slots:
+        parameter_forms.changed(slot)  # count from here
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
+        try:
+            if finished:
+                _settle(units, changes, modify)
+        finally:
+            for unit in units:
+                if not finished or not modify:
+                    _restore(unit, before[unit])
+                unit.holds -= 1
+                if not unit.holds:
+                    unit.model.scheduler.done_with(unit, "access")
+
+
+def _slots(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[ParamSlot]:
+    if isinstance(model_or_params, nn.Module):
+        params: Iterable[Tensor] = model_or_params.parameters()
+    elif isinstance(model_or_params, Tensor):
+        params = [model_or_params]
+    else:
+        params = list(model_or_params)
+    partitioned = dict.fromkeys(p for p in params if parameter_forms.is_partitioned(p))
+    return [p._zero3 for p in partitioned if not p._zero3.unit.plain]
+
+
+def _snapshot(unit: Unit) -> Tensor | None:
+    """Memory that is the shard itself cannot be dropped after an unwanted change: keep a copy."""
+    return unit.flat.clone() if unit.permanent else None  # type: ignore[union-attr]
+
+
+def _restore(unit: Unit, before: Tensor | None) -> None:
+    if before is not None and not torch.equal(unit.flat, before):  # type: ignore[arg-type]
+        unit.flat.copy_(before)  # type: ignore[union-attr]
+
+
+def _settle(units: list[Unit], changes: list[ParamSlot], modify: bool) -> None:
+    """All ranks agree on what was changed (rank 0 tells, or each for itself when nobody may)."""
+    for unit in units:
+        ranks = unit.model.ranks
+        flags = torch.tensor([slot in changes for slot in unit.slots], dtype=torch.uint8)
+        if modify:
+            ranks.broadcast(flags, f"which parameters of unit {unit.name} rank 0 has changed")
+        else:
+            ranks.maximum(flags, f"whether parameters of unit {unit.name} were changed")
+        changed = [slot for slot, flag in zip(unit.slots, flags.tolist(), strict=True) if flag]
+        if changed and not modify:
+            raise UnsupportedError(
+                f"parameter {changed[0].name} was changed inside zero3.gathered(...): the change is dropped. "
+                "To keep rank 0's changes, use gathered(..., modify=True)."
+            )
+        for slot in changed:
+            ranks.broadcast(slot.view_of(unit.flat), f"rank 0's values of {slot.name}")  # type: ignore[arg-type]
+            unit.model.write_back(slot)

@@ -1,0 +1,92 @@
+"""Norms of gradients over all ranks: clip_grad_norm_, and torch's own helpers made global."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import parameter_forms
+from .partition_model import model_of
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients of `model` so that their global 2-norm is at most `max_norm`.
+
+    Returns the norm before (0-dim, float32), the same on every rank. Sums of squares are in float64. Parameters
+    without a gradient count as zero; a norm that is not finite scales as torch's does. Collective.
+    """
+    machinery = model_of(model)
+    machinery.border()
+    parts = list(_local_gradients(model))
+    squares = torch.zeros(2, dtype=torch.float64)
+    for part, everywhere in parts:
+        squares[int(everywhere)] += part.double().square().sum().cpu()
+    if machinery.shard_ranks > 1:
+        machinery.ranks.sum(squares[:1], "the gradient norm")
+    norm = squares.sum().sqrt()
+    factor = min(1.0, float(max_norm) / (float(norm) + 1e-6)) if torch.isfinite(norm) else float("nan")
+    if factor != 1.0:
+        for part, _ in parts:
+            part.mul_(factor)
+    return norm.float()
+
+
+def _local_gradients(model: nn.Module) -> Iterable[tuple[Tensor, bool]]:
+    """(this rank's part of a gradient, whether every rank has all of it) of every parameter that has one."""
+    for param in model.parameters():
+        slot = getattr(param, "_zero3", None)
+        if slot is None or slot.unit.plain:
+            if param.grad is not None:
+                yield param.grad, True
+        elif param.grad is not None:
+            shard = slot.unit.model.store.gradient(slot.unit)
+            yield shard[slot.start : slot.stop], slot.unit.model.shard_ranks == 1
+
+
+_NORMS = frozenset([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm])
+
+
+def intercept(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Answer a torch function that was called on a rank's part of a gradient.
+
+    Norms and overflow checks become global (they are collective then); all else works on the part.
+    """
+    if func in _NORMS:
+        return _global_norm(func, args, kwargs)
+    if func is torch._foreach_norm:
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        return [_global_norm(torch.linalg.vector_norm, (part, order), {}) for part in args[0]]
+    result = func(*args, **kwargs)
+    if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        found = args[1]
+        for part in args[0]:
+            if (slot := getattr(part, "_zero3", None)) is not None:
+                slot.unit.model.ranks.maximum(found, "whether a scaled gradient overflowed")
+                break
+    return result
+
+
+def _global_norm(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    part = args[0]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    slot = getattr(part, "_zero3", None)
+    if slot is None:
+        return func(*args, **kwargs)
+    plain = part.as_subclass(Tensor)
+    ranks = slot.unit.model.ranks
+    if slot.unit.model.shard_ranks == 1:
+        return func(plain, *args[1:], **kwargs)
+    if order in (float("inf"), "inf"):
+        largest = plain.abs().max() if plain.numel() else plain.new_zeros(())
+        return ranks.maximum(largest, f"the gradient norm of {slot.name}")
+    if isinstance(order, int | float) and order > 0:
+        powers = plain.double().abs().pow(order).sum()
+        ranks.sum(powers, f"the gradient norm of {slot.name}")
+        return powers.pow(1.0 / order).to(plain.dtype)
+    raise parameter_forms.UnsupportedError(
+        f"the norm of order {order!r} of a partitioned gradient ({slot.name}) is not supported; "
+        "use zero3.clip_grad_norm_, or a positive order"
+    )

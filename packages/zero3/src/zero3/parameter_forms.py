@@ -1,0 +1,259 @@
+"""What the model's Parameter object is at each moment. Its identity never changes; its class and data do.
+
+    form      when                        data                                           class
+    released  at rest, between uses       one NaN element expanded to the full shape     Released
+    gathered  unit in use                 a view of the unit's flat buffer               Gathered
+    piece     inside optimizer.step()     this rank's part, with the parameter's ndim    Parameter
+
+Why the full shape while released: autograd's accumulation checks a gradient against it, and everybody who
+asks for `shape`, `ndim` or `numel()` gets the plain model's answer. Why NaN: an access that escapes our notice
+must never look like a number. Why two classes: `__torch_function__` costs 2-3 µs a call, so only the form whose
+values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .errors import UnsupportedError
+from .unit import ParamSlot
+
+_base = torch._C.TensorBase
+_data_slot = _base.data
+_grad_slot = _base.grad
+without_noticing = torch._C.DisableTorchFunctionSubclass
+
+
+def raw_data(param: Tensor) -> Tensor:
+    """`param.data` past our property."""
+    with without_noticing():
+        return _data_slot.__get__(param)
+
+
+def set_raw_data(param: Tensor, value: Tensor) -> None:
+    with without_noticing():
+        _data_slot.__set__(param, value)
+
+
+def raw_grad(param: Tensor) -> Tensor | None:
+    """The gradient slot that autograd itself writes. Reading it must not count as an access."""
+    with without_noticing():
+        return _grad_slot.__get__(param)
+
+
+def set_raw_grad(param: Tensor, value: Tensor | None) -> None:
+    with without_noticing():
+        _grad_slot.__set__(param, value)
+
+
+class ShardGradient(Tensor):
+    """This rank's part of a parameter's gradient, as user code sees it.
+
+    A norm or an overflow check over such parts would be local and silently wrong, so torch's own helpers for
+    both are answered globally; everything else works on the part as on any tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from . import gradient_norm  # imports the model's machinery, which imports this file
+
+        kwargs = kwargs or {}
+        with without_noticing():
+            return gradient_norm.intercept(func, args, kwargs)
+
+
+class _Partitioned(torch.nn.Parameter):
+    """What both forms share: `grad` is this rank's reduced part, `data` is watched."""
+
+    _zero3: ParamSlot
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the reduced gradient, with the parameter's ndim; None when there is none."""
+        slot = self._zero3
+        return slot.unit.model.gradients.visible(slot)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        slot = self._zero3
+        slot.unit.model.gradients.assign(slot, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        slot = self._zero3
+        slot.unit.model.notice(slot)
+        touch(slot)
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        slot = self._zero3
+        current = slot.unit
+        if value.dtype != current.dtype or value.device != current.device or value.shape != slot.shape:
+            raise UnsupportedError(
+                f"parameter {slot.name} is partitioned: its data cannot become {tuple(value.shape)} "
+                f"{value.dtype} on {value.device} (it is {tuple(slot.shape)} {current.dtype} on "
+                f"{current.device}). Convert the model before zero3.shard(), or give shard(dtype=...)."
+            )
+        current.model.notice(slot)
+        touch(slot)
+        with torch.no_grad():
+            raw_data(self).copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A deep copy is a plain, whole parameter."""
+        if id(self) not in memo:
+            slot = self._zero3
+            slot.unit.model.notice(slot)
+            memo[id(self)] = torch.nn.Parameter(raw_data(self).clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+class Gathered(_Partitioned):
+    """The values are there. Function calls go straight to torch (Parameter's own disabled torch function)."""
+
+
+class Released(_Partitioned):
+    """The values are not there: any function that reads them gathers the unit first."""
+
+    detach_gathers = True  # False while a module lists its parameters for state_dict (full_state.py)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in _METADATA and (func is not Tensor.detach or cls.detach_gathers):
+            slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
+            units = {slot.unit for slot in slots}
+            for slot in slots:
+                slot.unit.model.notice(slot, beside=units)
+                if func in _RAW_ACCESS:
+                    touch(slot)
+        with without_noticing():
+            return func(*args, **kwargs)
+
+
+def touch(slot: ParamSlot) -> None:
+    """Somebody gets the memory itself: remember the values, since a change through it shows in no counter."""
+    if slot.touched is None:
+        slot.touched = raw_data(slot.param).clone()
+
+
+def changed(slot: ParamSlot) -> bool:
+    """Whether a gathered parameter was changed in place since it was gathered or last asked about."""
+    param = slot.param
+    was, slot.touched = slot.touched, None
+    seen = slot.version != param._version
+    slot.version = param._version
+    return seen or (was is not None and not torch.equal(was, raw_data(param)))
+
+
+def release(slot: ParamSlot) -> None:
+    """Give the parameter its placeholder."""
+    param = slot.param
+    if type(param) is not Gathered:  # a step that raised may have left a piece behind
+        _adopt_class(param, Gathered)
+    _data_slot.__set__(param, slot.placeholder)
+    param.__class__ = Released
+
+
+def gather(slot: ParamSlot, view: Tensor) -> None:
+    """Make the parameter `view` (its full shape, the unit's dtype)."""
+    param = slot.param
+    set_raw_data(param, view)
+    _adopt_class(param, Gathered)
+    slot.version = param._version
+
+
+def present_piece(slot: ParamSlot, piece: Tensor, grad: Tensor | None) -> None:
+    """Make the parameter this rank's part, for an optimizer."""
+    param = slot.param
+    _adopt_class(param, torch.nn.Parameter)
+    _grad_slot.__set__(param, None)  # its shape would be checked against the new data
+    _data_slot.__set__(param, piece)
+    _grad_slot.__set__(param, grad)
+
+
+def withdraw_piece(slot: ParamSlot) -> None:
+    """Back from the optimizer's part to the placeholder."""
+    _grad_slot.__set__(slot.param, None)
+    if slot.unit.dtype != slot.unit.master_dtype:
+        slot.forget_accumulator()  # torch has dropped the node when the dtype changed
+    release(slot)
+
+
+def become_plain(slot: ParamSlot, value: Tensor) -> None:
+    """Make the parameter an ordinary one again, with `value`."""
+    param = slot.param
+    slot.forget_accumulator()
+    _adopt_class(param, torch.nn.Parameter)
+    _grad_slot.__set__(param, None)
+    _data_slot.__set__(param, value)
+    if getattr(param, "_zero3", None) is slot:
+        del param._zero3
+
+
+def adopt(slot: ParamSlot) -> None:
+    """Tie a parameter to its slot, and release it."""
+    slot.param._zero3 = slot
+    set_raw_grad(slot.param, None)
+    release(slot)
+
+
+def is_partitioned(param: Any) -> bool:
+    return getattr(param, "_zero3", None) is not None
+
+
+def slot_of(param: Any) -> ParamSlot:
+    """The slot of a partitioned parameter; TypeError for anything else."""
+    slot = getattr(param, "_zero3", None)
+    if slot is None:
+        raise TypeError(f"expected a parameter of a partitioned model, got {type(param).__name__}")
+    return slot
+
+
+def _adopt_class(param: Tensor, form: type) -> None:
+    if type(param) is not form:
+        param.__class__ = form
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+# What tells about a tensor without reading its values. Strides are missing on purpose: the placeholder's are 0.
+_METADATA = frozenset(
+    [
+        *_getters(
+            "shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "grad_fn", "_version",
+            "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mps", "is_xpu", "is_nested",
+            "is_quantized", "is_mkldnn", "is_vulkan", "is_ipu", "is_mtia", "is_maia", "itemsize", "nbytes",
+            "retains_grad", "output_nr", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+        ),
+        Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__,
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.element_size,
+        Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference,
+        torch.is_floating_point, torch.is_complex, torch.is_inference, torch.numel,
+        Tensor.get_device, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_,
+        Tensor.__hash__, Tensor.__len__, Tensor.is_same_size,
+    ]
+)  # fmt: skip
+
+# Routes that hand out the memory itself: what is done through them shows in no version counter.
+_RAW_ACCESS = frozenset(
+    [
+        Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
+        Tensor.__array__, Tensor.set_,
+    ]
+)  # fmt: skip

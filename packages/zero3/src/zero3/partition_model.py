@@ -1,0 +1,169 @@
+"""shard(): partition an existing model in place, unit by unit (plain, on meta, or partitioned already)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import full_state, hooks, parameter_forms
+from .collectives import Ranks
+from .partitioned_model import PartitionedModel, Settings
+from .scheduler import OnDemand, Scheduler
+from .shard_store import InMemoryStore, ShardStore
+from .unit import Unit
+from .unit_grouping import Group, group
+
+log = logging.getLogger(__name__)
+
+_MODEL = "_zero3_model"
+
+_SHARD_CHOICES = (
+    (),
+    ("optimizer",),
+    ("grads", "optimizer"),
+    ("grads", "optimizer", "params"),
+)
+
+
+def shard(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    group: Any = None,
+    unit_size: int | str = "auto",
+    shard: tuple[str, ...] = ("params", "grads", "optimizer"),
+    scheduler: Scheduler | None = None,
+    store: ShardStore | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    timeout: float = 300.0,
+) -> nn.Module:
+    """Partition the parameters of `model` over the ranks, in place; returns `model` (paper, 5 and 7.2).
+
+    Parameters
+    ----------
+    dtype         of the gathered parameters; None: each one's own. Shards keep their own dtype.
+    group         process group; None: the default one, or a single process without any
+    unit_size     bytes of a gathered unit, or "auto"
+    shard         what is partitioned: () plain data parallel, ("optimizer",) ZeRO-1, ("grads", "optimizer")
+                  ZeRO-2, all three ZeRO-3. With "optimizer" gradients are always reduced to shards.
+    scheduler     when units are gathered; None: on demand
+    store         where shards lie; None: in memory
+    reduce_dtype  dtype of gradients on the wire; None: that of the gathered parameter
+    timeout       seconds that a rank waits for the others
+
+    Values are rank 0's. Collective. ValueError for a wrong argument, TypeError for a model that is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError("the model is wrapped in DistributedDataParallel: shard model.module instead, it needs no wrapper")
+    settings = make_settings(dtype, unit_size, shard, reduce_dtype)
+    device = device_of(model)
+    partition(
+        model, Ranks(group, timeout), settings, store or InMemoryStore(device), scheduler or OnDemand(), device
+    )
+    return model
+
+
+def make_settings(
+    dtype: torch.dtype | None, unit_size: int | str, shard: tuple[str, ...], reduce_dtype: torch.dtype | None
+) -> Settings:
+    """Checked settings. ValueError names what is wrong."""
+    if tuple(sorted(shard)) not in _SHARD_CHOICES:
+        choices = ", ".join(str(choice) for choice in _SHARD_CHOICES)
+        raise ValueError(f"shard={shard!r} is not one of {choices} (in any order)")
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise ValueError(f"{name}={value!r} is not a floating-point torch.dtype")
+    return Settings(dtype, unit_size, tuple(shard), reduce_dtype)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model computes: its parameters' device; the current accelerator, or the CPU, for meta ones."""
+    for param in model.parameters():
+        if param.device.type != "meta":
+            return param.device
+    return default_device()
+
+
+def default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+def model_of(module: nn.Module) -> PartitionedModel:
+    """The machinery of a partitioned module. TypeError when it is not partitioned."""
+    model = getattr(module, _MODEL, None)
+    if model is None:
+        raise TypeError(f"{type(module).__name__} is not partitioned: call zero3.shard() or build it under zero3.init()")
+    return model
+
+
+def partition(
+    module: nn.Module,
+    ranks: Ranks,
+    settings: Settings,
+    store: ShardStore,
+    scheduler: Scheduler,
+    device: torch.device,
+    materialise=None,
+) -> PartitionedModel:
+    """Group the parameters, fill the units one after the other, install hooks."""
+    if getattr(module, _MODEL, None) is not None:
+        _unhook(module)
+    if any(param.device.type == "meta" for param in module.parameters()):
+        from .partitioned_init import materialise_from_meta
+
+        materialise_from_meta(module, ranks, settings, store, device)
+    model = PartitionedModel(module, ranks, settings, store, scheduler, device)
+    hosts: dict[nn.Module, list[Unit]] = {}
+    for one in group(module, settings.unit_size, model.dtypes_of):
+        hosts.setdefault(one.host, []).append(_take_over(model, one))
+    for buffer in module.buffers():
+        if buffer.device.type != "meta":
+            ranks.broadcast(buffer.detach(), "rank 0's buffers")
+    object.__setattr__(module, _MODEL, model)
+    hooks.install(model, module, hosts)
+    full_state.install(model, module)
+    scheduler.attach(model)
+    return model
+
+
+def _take_over(model: PartitionedModel, one: Group) -> Unit:
+    """Make a unit of `one`. Its parameters may be plain, or slots of other units; those end here."""
+    old_slots = {param: param._zero3 for param, _ in one.params if parameter_forms.is_partitioned(param)}
+    unit = model.add_unit(one.name, one.params)
+    flat = torch.zeros(unit.padded_numel, dtype=unit.master_dtype, device=model.device)
+    for slot in unit.slots:
+        if slot.param not in old_slots:
+            with torch.no_grad():
+                slot.view_of(flat).copy_(slot.param)
+    for old in dict.fromkeys(slot.unit for slot in old_slots.values()):
+        with full_state.gathered_master(old) as values:
+            for slot in unit.slots:
+                before = old_slots.get(slot.param)
+                if before is not None and before.unit is old:
+                    slot.view_of(flat).copy_(before.view_of(values))
+    model.fill(unit, flat)
+    for before in old_slots.values():
+        _retire(before.unit)
+    return unit
+
+
+def _retire(unit: Unit) -> None:
+    """An old unit whose parameters have all moved on gives its room back."""
+    if unit in unit.model.units and all(slot.param._zero3 is not slot for slot in unit.slots):
+        unit.model.units.remove(unit)
+        unit.model.store.forget(unit)
+
+
+def _unhook(module: nn.Module) -> None:
+    """The model is partitioned anew: its old machinery keeps the shards until they are taken over, no more."""
+    old = model_of(module)
+    old.border()
+    for unit in old.units:
+        old.release(unit, force=True)
+    old.unhook()
+    full_state.uninstall(module)

@@ -1,0 +1,361 @@
+"""A model whose units are partitioned: the mechanisms that gather and release, and who holds what.
+
+Hooks, noticed accesses and saved views report here what is used; the scheduler decides when the mechanisms run;
+the store knows where shards lie. The order of a gather is always
+
+    start_read    SHARDED → READING     the own slice of a pool buffer is filled from the tier
+    start_gather  → STAGED → GATHERING  the read is waited for; the other ranks' slices are on their way
+    finish_gather → READY               the parameters become views of the buffer
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import collectives, parameter_forms, unit_state
+from .bandwidth_centric import PARAMETER_ALIGNMENT
+from .buffer_pool import BufferPool
+from .collectives import Ranks
+from .gradients import Gradients
+from .saved_views import SavedViews
+from .scheduler import Phase, Scheduler
+from .shard_store import ShardStore
+from .unit import ParamSlot, Unit
+from .unit_state import ParamState, move_param
+
+log = logging.getLogger(__name__)
+
+# How many units that were gathered because somebody touched a parameter stay gathered at once. Letting go early
+# is always safe (the next touch gathers again), keeping them is memory.
+_NOTICED_UNITS = 2
+
+# A frozen unit has no gradient whose completion would end its use in backward: this many stay while autograd
+# still holds views of them.
+_FROZEN_UNITS = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is partitioned; see `zero3.shard`."""
+
+    dtype: torch.dtype | None = None
+    unit_size: int | str = "auto"
+    shard: tuple[str, ...] = ("params", "grads", "optimizer")
+    reduce_dtype: torch.dtype | None = None
+
+
+class PartitionedModel:
+    """Units of one module tree, and what they need in common.
+
+    ranks         the data-parallel group
+    shard_ranks   over how many ranks a unit is cut (1: every rank holds all of it)
+    units         in the order of the module tree, which is the order of a first guess at forward
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        ranks: Ranks,
+        settings: Settings,
+        store: ShardStore,
+        scheduler: Scheduler,
+        device: torch.device,
+    ):
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        self.ranks = ranks
+        self.settings = settings
+        self.store = store
+        self.scheduler = scheduler
+        self.device = device
+        self.shard_ranks = ranks.size if "optimizer" in settings.shard else 1
+        self.shard_rank = ranks.rank if self.shard_ranks > 1 else 0
+        self.keeps_gathered = "params" not in settings.shard
+        self.units: list[Unit] = []
+        self._unit_count = 0
+        self.pool = BufferPool(store.allocate)
+        self.gradients = Gradients(self, settings.reduce_dtype)
+        self.saved_views = SavedViews(self)
+        self.forward_hooks: list[Any] = []
+        self.depth = 0  # how many hooked modules run now, one inside the other
+        self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
+        self._noticed: OrderedDict[Unit, None] = OrderedDict()
+        self._ready: dict[int, Unit] = {}  # storage address -> unit gathered there
+        self._backward_task = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
+        return self  # a copied module is a plain one; nothing of the machinery is copied
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself (held weakly: the machinery must not keep it alive)."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the partitioned model is gone")
+        return module
+
+    # -- building --------------------------------------------------------------------------------------------
+
+    def dtypes_of(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the shard, dtype when gathered) of a parameter, which may be partitioned already."""
+        master = param._zero3.unit.master_dtype if parameter_forms.is_partitioned(param) else param.dtype
+        wanted = self.settings.dtype
+        return master, wanted if wanted is not None and master.is_floating_point else master
+
+    def add_unit(self, name: str, params: list[tuple[Tensor, list[str]]]) -> Unit:
+        """A new unit of parameters that agree in both dtypes. Its shard is adopted by `fill`."""
+        multiple = max(self.store.shard_multiple, PARAMETER_ALIGNMENT)
+        self._unit_count += 1
+        unit = Unit(self, self._unit_count, name, params, *self.dtypes_of(params[0][0]), multiple)
+        self.units.append(unit)
+        return unit
+
+    def fill(self, unit: Unit, flat: Tensor) -> None:
+        """Cut `flat` (padded_numel, master dtype; rank 0's values count) and let go of everything but the shard."""
+        self.ranks.broadcast(flat, f"rank 0's values of unit {unit.name}")
+        self.store.adopt(unit, unit.own_slice(flat))
+        for slot in unit.slots:
+            parameter_forms.adopt(slot)
+        resident = self.store.resident(unit) if self.shard_ranks == 1 else None
+        unit.permanent = resident is not None
+        if resident is not None:
+            unit.flat = resident
+            unit.plain = self.ranks.size == 1 and getattr(self.store, "plain_gradients", False)
+            for slot in unit.slots:
+                view = slot.view_of(resident)
+                if unit.plain:
+                    parameter_forms.present_piece(slot, view, None)
+                else:
+                    parameter_forms.gather(slot, view)
+
+    # -- mechanisms ------------------------------------------------------------------------------------------
+
+    def start_read(self, unit: Unit) -> None:
+        """SHARDED → READING. Harmless in any other state."""
+        if unit.state is not ParamState.SHARDED:
+            return
+        if unit.flat is None:
+            unit.buffer = self.pool.take(unit.nbytes, unit.name)
+            flat = unit.buffer.flat(unit.padded_numel, unit.dtype)
+            unit.pending = self.store.start_read(unit, unit.own_slice(flat))
+            unit.flat = flat
+        move_param(unit, ParamState.READING)
+
+    def start_gather(self, unit: Unit) -> None:
+        """READING → STAGED → GATHERING: wait for the own slice, send for the others. Else harmless."""
+        if unit.state is not ParamState.READING:
+            return
+        if unit.pending is not None:
+            unit.pending()
+            unit.pending = None
+        move_param(unit, ParamState.STAGED)
+        if unit.buffer is not None and self.shard_ranks > 1:
+            what = f"gathering unit {unit.name}"
+            unit.pending = collectives.all_gather(self.ranks, unit.flat, unit.own_slice(unit.flat), unit.index, what)
+        move_param(unit, ParamState.GATHERING)
+
+    def finish_gather(self, unit: Unit) -> None:
+        """GATHERING → READY: the parameters are usable. Harmless when they are already."""
+        if unit.state is ParamState.READY:
+            return
+        if unit.pending is not None:
+            unit.pending()
+            unit.pending = None
+        if unit.buffer is not None:
+            self._ready[unit.flat.untyped_storage()._cdata] = unit
+            for slot in unit.slots:
+                parameter_forms.gather(slot, slot.view_of(unit.flat))
+        move_param(unit, ParamState.READY)
+
+    def release(self, unit: Unit, force: bool = False) -> None:
+        """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
+        if unit.state is ParamState.SHARDED or (self.keeps_gathered and not force and not unit.permanent):
+            return
+        if unit.state is not ParamState.READY:  # was on its way: let it arrive, then drop it
+            self.start_gather(unit)
+            self.finish_gather(unit)
+        self._noticed.pop(unit, None)
+        self._in_backward.pop(unit, None)
+        if unit.buffer is not None:
+            self.collect_changes(unit)
+            self._drop_buffer(unit)
+        move_param(unit, ParamState.SHARDED)
+
+    def _drop_buffer(self, unit: Unit) -> None:
+        del self._ready[unit.flat.untyped_storage()._cdata]
+        for slot in unit.slots:
+            parameter_forms.release(slot)
+        unit.flat = None
+        buffer, unit.buffer = unit.buffer, None
+        self.pool.give_back(buffer)
+
+    def collect_changes(self, unit: Unit) -> None:
+        """What somebody wrote into a gathered parameter goes to the shard (own part only, no communication)."""
+        for slot in unit.slots:
+            if slot.touched is not None or slot.param._version != slot.version:
+                if parameter_forms.changed(slot):
+                    self.write_back(slot)
+
+    def write_back(self, slot: ParamSlot) -> None:
+        """A gathered parameter has new values: this rank's part of them becomes its shard."""
+        unit = slot.unit
+        unit.generation += 1
+        part = unit.own_slice(unit.flat)[slot.start : slot.stop]
+        self.store.write_back(unit, part, slot.start, slot.stop)
+
+    # -- who uses a unit -------------------------------------------------------------------------------------
+
+    def _need(self, unit: Unit, phase: Phase) -> None:
+        if unit.state is not ParamState.READY:
+            self.scheduler.needs(unit, phase)
+
+    def hold(self, units: Iterable[Unit]) -> None:
+        """A forward begins to use `units`."""
+        for unit in units:
+            unit.holds += 1
+            self._need(unit, "forward")
+
+    def let_go(self, units: Iterable[Unit]) -> None:
+        """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        for unit in units:
+            unit.holds -= 1
+            if unit.holds:
+                continue
+            if recomputing:
+                self._keep_for_backward(unit)
+            else:
+                self.scheduler.done_with(unit, "forward")
+
+    def notice(self, slot: ParamSlot, beside: Iterable[Unit] = ()) -> None:
+        """A parameter is used from anywhere: gather its unit, and keep few such units at a time.
+
+        `beside`: units that the same call uses; they stay.
+        """
+        unit = slot.unit
+        if unit.state is not ParamState.READY:
+            in_backward = torch._C._current_graph_task_id() != -1
+            self.scheduler.needs(unit, "backward" if in_backward else "forward" if self.depth else "access")
+            if not unit.holds:
+                self._noticed[unit] = None
+                self._forget_noticed(keep={unit, *beside})
+        elif unit in self._noticed:
+            self._noticed.move_to_end(unit)
+
+    def _forget_noticed(self, keep: set[Unit], limit: int = _NOTICED_UNITS) -> None:
+        for unit in list(self._noticed):
+            if len(self._noticed) <= limit:
+                return
+            if unit not in keep and not unit.holds:
+                del self._noticed[unit]
+                self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.scheduler.done_with(unit, "backward" if in_backward else "forward" if self.depth else "access")
+
+    def needed_by_backward(self, unit: Unit) -> None:
+        """Backward is about to use a view of `unit` that forward saved."""
+        if unit.state is not ParamState.READY:
+            self.backward_runs()
+            self.scheduler.needs(unit, "backward")
+        self._keep_for_backward(unit)
+
+    def _keep_for_backward(self, unit: Unit) -> None:
+        """Gathered until its gradient is complete. Units without one (frozen) go when others are needed."""
+        if unit in self._in_backward or unit.permanent:
+            return
+        frozen = [other for other in self._in_backward if not other.trainable and not other.holds]
+        for position, other in enumerate(frozen):
+            if not other.saved_views or position < len(frozen) - _FROZEN_UNITS:
+                del self._in_backward[other]
+                self.scheduler.done_with(other, "backward")
+        self._in_backward[unit] = None
+
+    def backward_done_with(self, unit: Unit) -> None:
+        """All gradients of `unit` in this backward are complete."""
+        self._in_backward.pop(unit, None)
+        self._noticed.pop(unit, None)
+        if not unit.holds:
+            self.scheduler.done_with(unit, "backward")
+
+    def backward_runs(self) -> None:
+        """Called at any event of a backward; tidies up at the end of each."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task != self._backward_task:
+            self._backward_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """End of a backward, or of one nested in it: idempotent tidying only."""
+        self._backward_task = -1
+        for unit in list(self._in_backward):
+            if not unit.holds:
+                del self._in_backward[unit]
+                self.scheduler.done_with(unit, "backward")
+        self.scheduler.backward_ended()
+
+    def unit_of_memory(self, tensor: Tensor) -> Unit | None:
+        """The gathered unit that `tensor` is a view of, if it is one and can be rebuilt."""
+        if tensor.layout is not torch.strided:
+            return None
+        unit = self._ready.get(tensor.untyped_storage()._cdata)
+        return unit if unit is not None and tensor.dtype == unit.dtype else None
+
+    # -- borders ---------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """The outermost forward begins."""
+        self.border()
+        self.gradients.watch()
+        self.scheduler.step_begins()
+
+    def border(self) -> None:
+        """Between forwards, backwards and steps: gradients at rest, nothing gathered by chance."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self.gradients.settle()
+        self._forget_noticed(keep=set(), limit=0)
+        for unit in self.units:
+            if unit.permanent and not unit.plain:
+                self.collect_changes(unit)
+
+    def values_changed(self, unit: Unit) -> None:
+        """The shard got new values: what is gathered is stale, and what autograd saved too."""
+        unit.generation += 1
+        if not unit.permanent:
+            self.release(unit, force=True)
+
+    def abort(self) -> None:
+        """The way back after an exception in mid-step: every unit SHARDED, no gradient of this step."""
+        self.scheduler.abort()
+        self.depth = 0
+        for unit in self.units:
+            unit.holds = 0
+            self.release(unit, force=True)
+            unit.awaited.clear()
+            unit.fresh_grads.clear()
+            unit_state.abort(unit)
+
+    def unhook(self) -> None:
+        """No event of the module reaches this model any more."""
+        self.gradients.unwatch()
+        for hook in self.forward_hooks:
+            hook.remove()
+        self.forward_hooks.clear()
+
+    def dissolve(self) -> None:
+        """The module is gone: give back what its units hold."""
+        self.unhook()
+        for unit in self.units:
+            self.store.forget(unit)
+            for slot in unit.slots:
+                slot.forget_accumulator()
+        self.units = []

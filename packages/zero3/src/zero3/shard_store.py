@@ -1,0 +1,126 @@
+"""Where a shard lives: the ShardStore protocol, and the store that keeps all in memory.
+
+This is one half of the seam to an offload engine (the other is scheduler.py). zero3 calls a store; the store
+knows tiers, files and optimizers, and nothing of modules, hooks or autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .unit import Unit
+
+
+class ShardStore(Protocol):
+    """What zero3 asks of the place where shards lie. All shards are (shard_numel,) on the unit's device.
+
+    shard_multiple   a shard's length is a multiple of this many elements
+    """
+
+    shard_multiple: int
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory for a gathered unit: (nbytes,) uint8, which `start_read` can fill."""
+
+    def adopt(self, unit: Unit, shard: Tensor) -> None:
+        """Take over initial values, in the unit's master dtype. `shard` belongs to the caller again on return."""
+
+    def forget(self, unit: Unit) -> None:
+        """The unit is gone: its room is free."""
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        """The shard in the gathered dtype, where gathered parameters may view it in place; else None."""
+
+    def start_read(self, unit: Unit, out: Tensor) -> Callable[[], None]:
+        """Begin to fill `out` with the shard in the gathered dtype; returns the wait.
+
+        The values must be up to date: an update that waits for this unit runs first.
+        """
+
+    def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
+        """[start, stop) of the shard was changed from outside to `values` (gathered or master dtype).
+
+        The master takes exactly these values. `values` may be the resident shard itself.
+        """
+
+    def master(self, unit: Unit) -> Tensor:
+        """The shard in the master dtype, up to date; perhaps a copy."""
+
+    def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
+        """The mean gradient of this rank's shard, over all ranks; added to what is there since the last drop.
+
+        Only parameters whose slot says `has_grad` count. `shard` belongs to the caller again on return.
+        """
+
+    def gradient(self, unit: Unit) -> Tensor | None:
+        """The gradient that has arrived, to read or change in place; None when there is none."""
+
+    def drop_gradient(self, unit: Unit) -> None:
+        """zero_grad(): nothing has arrived."""
+
+    def optimizer_shards(self, unit: Unit) -> Tensor:
+        """The master shard for an optimizer of torch's to change in place, until `optimizer_done`."""
+
+    def optimizer_done(self, unit: Unit) -> None:
+        """The shard given out by `optimizer_shards` has its new values."""
+
+
+class InMemoryStore:
+    """All shards, and their gradients, in the memory of the unit's device."""
+
+    shard_multiple = 1
+    plain_gradients = True  # one rank, nothing converted: parameters and gradients may stay torch's own
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._shards: dict[Unit, Tensor] = {}  # master dtype
+        self._gradients: dict[Unit, Tensor] = {}  # master dtype
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def adopt(self, unit: Unit, shard: Tensor) -> None:
+        self._shards[unit] = shard.to(self._device, unit.master_dtype, copy=True)
+
+    def forget(self, unit: Unit) -> None:
+        self._shards.pop(unit, None)
+        self._gradients.pop(unit, None)
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        shard = self._shards[unit]
+        return shard if unit.dtype == unit.master_dtype else None
+
+    def start_read(self, unit: Unit, out: Tensor) -> Callable[[], None]:
+        out.copy_(self._shards[unit])
+        return lambda: None
+
+    def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
+        target = self._shards[unit][start:stop]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+    def master(self, unit: Unit) -> Tensor:
+        return self._shards[unit]
+
+    def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
+        present = self._gradients.get(unit)
+        if present is None:
+            self._gradients[unit] = shard.to(unit.master_dtype, copy=True)
+        else:
+            present.add_(shard)
+
+    def gradient(self, unit: Unit) -> Tensor | None:
+        return self._gradients.get(unit)
+
+    def drop_gradient(self, unit: Unit) -> None:
+        self._gradients.pop(unit, None)
+
+    def optimizer_shards(self, unit: Unit) -> Tensor:
+        return self._shards[unit]
+
+    def optimizer_done(self, unit: Unit) -> None:
+        """The shard was changed in place: nothing to carry."""

@@ -1,0 +1,170 @@
+"""Unit: the parameters that are gathered and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .bandwidth_centric import Partition, offsets_of, piece_shape
+from .unit_state import GradState, ParamState
+
+if TYPE_CHECKING:
+    from .partitioned_model import PartitionedModel
+
+
+class ParamSlot:
+    """A parameter's place in its unit.
+
+    param         the model's own Parameter object; its form changes (parameter_forms.py), its identity never
+    names         every name under which the model has it (several when it is tied)
+    offset        where it starts in the unit's flat buffer, in elements
+    start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
+    has_grad      the reduced gradient holds something for it
+    """
+
+    __slots__ = (
+        "_accumulator", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
+        "shape", "start", "stop", "touched", "unit", "version",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, index: int, param: Tensor, names: Sequence[str], offset: int):
+        self.unit = unit
+        self.index = index
+        self.param = param
+        self.names = tuple(names)
+        self.shape = param.shape
+        self.numel = param.numel()
+        self.offset = offset
+        self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
+        self.placeholder = _placeholder(unit.dtype, unit.device).expand(self.shape)
+        self.has_grad = False
+        self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
+        self.version = 0  # the Parameter's own version counter when it was gathered
+        self._accumulator: Any = None
+
+    def accumulator(self) -> Any:
+        """The graph node that adds up this parameter's gradient.
+
+        Kept, since finding it costs microseconds; `forget_accumulator` breaks the cycle that keeping it makes.
+        """
+        if self._accumulator is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
+        return self._accumulator
+
+    def forget_accumulator(self) -> None:
+        """torch makes a new node when a parameter's dtype has changed; and a model that is dropped must die."""
+        self._accumulator = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def piece_of(self, shard: Tensor) -> Tensor:
+        """View of this parameter's part of `shard` (shard_numel,), with the parameter's ndim."""
+        return shard[self.start : self.stop].view(piece_shape(self.shape, self.stop - self.start))
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """View of the whole parameter in `flat` (padded_numel,)."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+class Unit:
+    """A flat buffer, the parameters that view it, and this rank's shard of it.
+
+    dtype         of the gathered parameters
+    master_dtype  of the shard that the optimizer updates, and of its gradient
+    numel         elements of all parameters together, without padding
+    flat          (padded_numel,) dtype, while gathered or on the way there; else None
+    state, grad_state   see unit_state.py
+    holds         how many running forwards use it now
+    saved_views   how many views of it autograd keeps for a backward to come
+    replays       forwards without gradient in this step that a checkpoint will run again
+    generation    counts changes of the values; what autograd saved belongs to one generation
+    """
+
+    def __init__(
+        self,
+        model: PartitionedModel,
+        index: int,
+        name: str,
+        params: Sequence[tuple[Tensor, Sequence[str]]],
+        master_dtype: torch.dtype,
+        dtype: torch.dtype,
+        shard_multiple: int,
+    ):
+        self.model = model
+        self.index = index
+        self.name = name
+        self.dtype = dtype
+        self.master_dtype = master_dtype
+        self.permanent = False  # always gathered: its one shard is the whole, and lies in reachable memory
+        self.plain = False  # permanent, and its parameters are ordinary ones, gradient included
+        self.device = model.device
+        self.rank = model.shard_rank
+        offsets, self.flat_numel = offsets_of(param.numel() for param, _ in params)
+        self.partition = Partition.of(self.flat_numel, model.shard_ranks, shard_multiple)
+        self.slots = [
+            ParamSlot(self, i, param, names, offset)
+            for i, ((param, names), offset) in enumerate(zip(params, offsets, strict=True))
+        ]
+        self.numel = sum(slot.numel for slot in self.slots)
+        self.flat: Tensor | None = None
+        self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
+        self.state = ParamState.SHARDED
+        self.grad_state = GradState.NONE
+        self.holds = 0
+        self.saved_views = 0
+        self.replays = 0
+        self.generation = 0
+        self.pending: Any = None  # what the present state waits for: a read, then a collective
+        self.awaited: dict[int, set[int]] = {}  # backward's id -> slots whose gradient will still come
+        self.fresh_grads: dict[int, Tensor] = {}  # slot -> full gradient, not yet reduced
+        self.unsynced: Tensor | None = None  # no_sync: the full gradient (padded_numel,)
+        self.unsynced_slots: set[int] = set()
+        self.reducing: Any = None
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"
+
+    @property
+    def shard_numel(self) -> int:
+        return self.partition.shard_numel
+
+    @property
+    def padded_numel(self) -> int:
+        return self.partition.padded_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit when gathered."""
+        return self.padded_numel * self.dtype.itemsize
+
+    @property
+    def trainable(self) -> bool:
+        return any(slot.param.requires_grad for slot in self.slots)
+
+    def own_slice(self, flat: Tensor) -> Tensor:
+        """This rank's shard within `flat`."""
+        start, stop = self.partition.bounds(self.rank)
+        return flat[start:stop]
+
+    def gaps(self, numel: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the stretches of [0, numel) of the flat buffer that belong to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = slot.offset + slot.numel
+        if end < numel:
+            yield end, numel
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that shows a missed access: NaN, where the dtype has one, never a plausible number."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    return torch.zeros((), dtype=dtype, device=device)

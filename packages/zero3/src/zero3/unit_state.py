@@ -1,0 +1,82 @@
+"""The two state machines of a unit, and the only place that moves them (DESIGN.md, section 4).
+
+    parameters   SHARDED → READING → STAGED → GATHERING → READY → SHARDED
+    gradient     NONE → ACCUMULATING → REDUCING → REDUCED (→ ACCUMULATING) → COMMITTED → NONE
+
+A state says what memory the unit holds:
+
+    SHARDED    only the shard, in its tier
+    READING    a flat buffer, whose own slice is being filled from the tier
+    STAGED     the own slice is there
+    GATHERING  the other ranks' slices are on their way
+    READY      the parameters are views of the flat buffer
+
+On abort any state goes to SHARDED / NONE.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .errors import StateError
+
+
+class ParamState(Enum):
+    SHARDED = "SHARDED"
+    READING = "READING"
+    STAGED = "STAGED"
+    GATHERING = "GATHERING"
+    READY = "READY"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class GradState(Enum):
+    NONE = "NONE"
+    ACCUMULATING = "ACCUMULATING"
+    REDUCING = "REDUCING"
+    REDUCED = "REDUCED"
+    COMMITTED = "COMMITTED"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_PARAM_MOVES = {
+    ParamState.SHARDED: {ParamState.READING},
+    ParamState.READING: {ParamState.STAGED, ParamState.SHARDED},
+    ParamState.STAGED: {ParamState.GATHERING, ParamState.SHARDED},
+    ParamState.GATHERING: {ParamState.READY, ParamState.SHARDED},
+    ParamState.READY: {ParamState.SHARDED},
+}
+
+# REDUCED → ACCUMULATING is the next micro-batch, and the second segment of a reentrant checkpoint.
+# ACCUMULATING → NONE is a zero_grad() or an abort in between.
+_GRAD_MOVES = {
+    GradState.NONE: {GradState.ACCUMULATING},
+    GradState.ACCUMULATING: {GradState.REDUCING, GradState.NONE},
+    GradState.REDUCING: {GradState.REDUCED, GradState.NONE},
+    GradState.REDUCED: {GradState.ACCUMULATING, GradState.COMMITTED, GradState.NONE},
+    GradState.COMMITTED: {GradState.NONE},
+}
+
+
+def move_param(unit, target: ParamState) -> None:
+    """Move the parameters' state of `unit` to `target`; StateError when that move does not exist."""
+    if target not in _PARAM_MOVES[unit.state]:
+        raise StateError(f"unit {unit.name}: parameters cannot go from {unit.state} to {target}")
+    unit.state = target
+
+
+def move_grad(unit, target: GradState) -> None:
+    """Move the gradient's state of `unit` to `target`; StateError when that move does not exist."""
+    if target not in _GRAD_MOVES[unit.grad_state]:
+        raise StateError(f"unit {unit.name}: gradient cannot go from {unit.grad_state} to {target}")
+    unit.grad_state = target
+
+
+def abort(unit) -> None:
+    """The way back after an exception in mid-step."""
+    unit.state = ParamState.SHARDED
+    unit.grad_state = GradState.NONE
