@@ -40,7 +40,7 @@ INLINE float load(const void *array, int format, ptrdiff_t i) {
 }
 
 INLINE void store(void *array, int format, ptrdiff_t i, float value) {
-    if (format == ADAM_FP32) ((float *)array)[i] = canonical(value);
+    if (format == ADAM_FP32) ((float *)array)[i] = value;
     else ((uint16_t *)array)[i] = format == ADAM_BF16 ? bf16_of(value) : fp16_of(value);
 }
 
@@ -75,10 +75,29 @@ INLINE void prefetch(const void *stream, size_t bytes) {
         __builtin_prefetch((const char *)stream + PREFETCH_BYTES + byte);
 }
 
+/* Stores the one canonical NaN wherever update_block left another. */
+static __attribute__((noinline, cold)) void make_nan_canonical(struct cursor at, ptrdiff_t n, int param, int keep,
+                                                               float *updated) {
+    for (ptrdiff_t i = 0; i < n; i++) {
+        at.m[i] = canonical(at.m[i]);
+        at.v[i] = canonical(at.v[i]);
+        if (param == SPLIT) {
+            uint16_t *hi = (uint16_t *)at.param;
+            uint32_t bits = split_source(joined(hi[i], at.param_lo[i]));
+            hi[i] = split_hi(bits);
+            at.param_lo[i] = split_lo(bits);
+        } else {
+            store(at.param, param, i, canonical(load(at.param, param, i)));
+        }
+        if (keep) updated[i] = canonical(updated[i]);
+    }
+}
+
 /* Updates elements 0 .. n - 1. `updated` receives the new parameters in fp32 when `keep` is set. */
 INLINE void update_block(struct cursor at, const struct coefficients *c, ptrdiff_t n, int param, int grad,
                          int keep, float *restrict updated) {
     const struct coefficients k = *c;
+    uint32_t nan = 0;
 #pragma GCC ivdep
     for (ptrdiff_t i = 0; i < n; i++) {
         float p = param == SPLIT ? joined(((uint16_t *)at.param)[i], at.param_lo[i]) : load(at.param, param, i);
@@ -90,17 +109,18 @@ INLINE void update_block(struct cursor at, const struct coefficients *c, ptrdiff
         v = k.beta2.high * v + (k.beta2.low * v + (k.one_minus_beta2 * g) * g);
         p = k.decay * p - (k.step_size * m) / (sqrtf(v) + k.eps);
 
-        at.m[i] = canonical(m);
-        at.v[i] = canonical(v);
+        at.m[i] = m;
+        at.v[i] = v;
         if (param == SPLIT) {
-            uint32_t bits = split_source(p);
-            ((uint16_t *)at.param)[i] = split_hi(bits);
-            at.param_lo[i] = split_lo(bits);
+            ((uint16_t *)at.param)[i] = split_hi(bits_of(p));
+            at.param_lo[i] = split_lo(bits_of(p));
         } else {
             store(at.param, param, i, p);
         }
         if (keep) updated[i] = p;
+        nan |= p != p; /* true also wherever m or v is NaN */
     }
+    if (nan) make_nan_canonical(at, n, param, keep, updated);
 }
 
 /* Rounds `updated` into param_out. `whole`: a full block at an aligned address, written around the cache. */

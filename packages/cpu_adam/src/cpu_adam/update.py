@@ -63,9 +63,9 @@ def step(
 
     step        counts from 1.
     grad_scale  unscaling and clipping at no cost: clip_factor / loss_scale. Negative: maximise.
-    segments    [(start, stop, settings), ..]: elements start .. stop - 1 of the flattened arrays with settings
-                of their own, a dict of any of lr, betas, eps, weight_decay, step, decoupled. What it does not
-                name, and all elements in no segment, use the call's.
+    segments    [(start, stop, settings), ..]: elements start .. stop - 1 of the flattened arrays with
+                settings of their own, a dict of any of lr, betas, eps, weight_decay, step, decoupled. What it
+                does not name, and all elements in no segment, use the call's.
     threads     None: every core this process may use, fewer for small arrays.
     isa         None: the best of `isas()`.
 
