@@ -56,6 +56,8 @@ class _Forward:
             model.saved_views.pop()
         model.depth -= 1
         model.let_go(self._units)
+        if not model.depth and not torch.is_grad_enabled():
+            model.forget_noticed()
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from . import collectives, parameter_forms, unit_state
 from .bandwidth_centric import PARAMETER_ALIGNMENT
-from .buffer_pool import BufferPool
 from .collectives import Ranks
 from .gradients import Gradients
 from .saved_views import SavedViews
@@ -80,7 +79,7 @@ class PartitionedModel:
         self.keeps_gathered = "params" not in settings.shard
         self.units: list[Unit] = []
         self._unit_count = 0
-        self.pool = BufferPool(store.allocate)
+        self.pool = store.pool
         self.gradients = Gradients(self, settings.reduce_dtype)
         self.saved_views = SavedViews(self)
         self.forward_hooks: list[Any] = []
@@ -212,15 +211,11 @@ class PartitionedModel:
 
     # -- who uses a unit -------------------------------------------------------------------------------------
 
-    def _need(self, unit: Unit, phase: Phase) -> None:
-        if unit.state is not ParamState.READY:
-            self.scheduler.needs(unit, phase)
-
     def hold(self, units: Iterable[Unit]) -> None:
         """A forward begins to use `units`."""
         for unit in units:
             unit.holds += 1
-            self._need(unit, "forward")
+            self.scheduler.needs(unit, "forward")
 
     def let_go(self, units: Iterable[Unit]) -> None:
         """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
@@ -241,36 +236,37 @@ class PartitionedModel:
         """
         unit = slot.unit
         if unit.state is not ParamState.READY:
-            in_backward = torch._C._current_graph_task_id() != -1
-            self.scheduler.needs(unit, "backward" if in_backward else "forward" if self.depth else "access")
+            self.scheduler.needs(unit, self._phase())
             if not unit.holds:
                 self._noticed[unit] = None
-                self._forget_noticed(keep={unit, *beside})
+                self.forget_noticed({unit, *beside}, _NOTICED_UNITS)
         elif unit in self._noticed:
             self._noticed.move_to_end(unit)
 
-    def _forget_noticed(self, keep: set[Unit], limit: int = _NOTICED_UNITS) -> None:
+    def forget_noticed(self, keep: Iterable[Unit] = (), limit: int = 0) -> None:
+        """Let go of all but `limit` of the units that are gathered only because they were touched."""
         for unit in list(self._noticed):
             if len(self._noticed) <= limit:
                 return
             if unit not in keep and not unit.holds:
                 del self._noticed[unit]
-                self._done(unit)
+                self.scheduler.done_with(unit, self._phase())
 
-    def _done(self, unit: Unit) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        self.scheduler.done_with(unit, "backward" if in_backward else "forward" if self.depth else "access")
+    def _phase(self) -> Phase:
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "forward" if self.depth else "access"
 
     def needed_by_backward(self, unit: Unit) -> None:
         """Backward is about to use a view of `unit` that forward saved."""
-        if unit.state is not ParamState.READY:
+        if unit not in self._in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
-        self._keep_for_backward(unit)
+            self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:
         """Gathered until its gradient is complete. Units without one (frozen) go when others are needed."""
-        if unit in self._in_backward or unit.permanent:
+        if unit in self._in_backward:
             return
         frozen = [other for other in self._in_backward if not other.trainable and not other.holds]
         for position, other in enumerate(frozen):
@@ -300,6 +296,7 @@ class PartitionedModel:
             if not unit.holds:
                 del self._in_backward[unit]
                 self.scheduler.done_with(unit, "backward")
+        self.forget_noticed()
         self.scheduler.backward_ended()
 
     def unit_of_memory(self, tensor: Tensor) -> Unit | None:
@@ -322,7 +319,7 @@ class PartitionedModel:
         if torch._C._current_graph_task_id() != -1:
             return
         self.gradients.settle()
-        self._forget_noticed(keep=set(), limit=0)
+        self.forget_noticed()
         for unit in self.units:
             if unit.permanent and not unit.plain:
                 self.collect_changes(unit)

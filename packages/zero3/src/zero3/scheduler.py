@@ -26,7 +26,7 @@ class Scheduler(Protocol):
         """The outermost forward begins."""
 
     def needs(self, unit: Unit, phase: Phase) -> None:
-        """Return with `unit` READY."""
+        """Return with `unit` READY. Called at every use, also of a unit that is."""
 
     def done_with(self, unit: Unit, phase: Phase) -> None:
         """Nobody uses `unit` now: it may be released."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .buffer_pool import BufferPool, allocate_on
 from .unit import Unit
 
 
@@ -19,12 +20,11 @@ class ShardStore(Protocol):
     """What zero3 asks of the place where shards lie. All shards are (shard_numel,) on the unit's device.
 
     shard_multiple   a shard's length is a multiple of this many elements
+    pool             reused memory for gathered units, which `start_read` can fill
     """
 
     shard_multiple: int
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Memory for a gathered unit: (nbytes,) uint8, which `start_read` can fill."""
+    pool: BufferPool
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
         """Take over initial values, in the unit's master dtype. `shard` belongs to the caller again on return."""
@@ -77,11 +77,9 @@ class InMemoryStore:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.pool = BufferPool(allocate_on(device))
         self._shards: dict[Unit, Tensor] = {}  # master dtype
         self._gradients: dict[Unit, Tensor] = {}  # master dtype
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
         self._shards[unit] = shard.to(self._device, unit.master_dtype, copy=True)

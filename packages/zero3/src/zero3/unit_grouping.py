@@ -5,6 +5,7 @@ Pure: looks at the module tree, moves nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ _AUTO_NUMEL = 16 << 20
 _AS_UNIT = "_zero3_as_unit"
 
 _BINARY_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 @dataclass
@@ -44,14 +46,9 @@ def parse_size(size: int | str) -> int:
     """Bytes: an int, or a string with a binary unit ("512KiB", "8GiB"). ValueError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    if isinstance(size, str):
-        text = size.strip()
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-        unit = text[len(number) :].strip().lower()
-        try:
-            return int(float(number) * _BINARY_UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            pass
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match and match[2].lower() in _BINARY_UNITS:
+        return int(float(match[1]) * _BINARY_UNITS[match[2].lower()])
     raise ValueError(f"size {size!r} is neither a number of bytes nor a string such as '512KiB', '1MiB', '8GiB'")
 
 
@@ -91,7 +88,8 @@ def group(
         whole = [param for param in _unique(node.parameters()) if param not in taken]
         if not whole:
             return
-        if getattr(node, _AS_UNIT, False) or (host is node and sum(sizes[param] for param in whole) <= limit):
+        fits = _is_called(node) and sum(sizes[param] for param in whole) <= limit
+        if fits or getattr(node, _AS_UNIT, False):
             take(host, name, whole)
             return
         own = [param for param in _unique(node.parameters(recurse=False)) if param not in taken]
