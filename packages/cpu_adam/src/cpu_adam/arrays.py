@@ -183,9 +183,7 @@ def _of_dlpack(name: str, array: Any) -> Array:
     if tensor.strides and not _is_contiguous(shape, tuple(tensor.strides[: tensor.ndim])):
         raise errors.not_dense(name, f"not contiguous (strides {tuple(tensor.strides[: tensor.ndim])})")
     code, bits = tensor.code, tensor.bits
-    dtype = (
-        _DTYPES.get((code, bits), f"DLPack code {code} with {bits} bits") if tensor.lanes == 1 else "a vector"
-    )
+    dtype = _DTYPES.get((code, bits), f"DLPack code {code} with {bits} bits") if tensor.lanes == 1 else "a vector"
     address = (tensor.data or 0) + tensor.byte_offset
     numel = 1
     for extent in shape:

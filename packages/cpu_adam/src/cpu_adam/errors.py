@@ -34,9 +34,7 @@ def not_dense(name: str, found: str) -> ValueError:
 
 
 def misaligned(name: str, address: int, itemsize: int) -> ValueError:
-    return ValueError(
-        f"{name} lies at address {address:#x}, which is no multiple of its element's {itemsize} bytes"
-    )
+    return ValueError(f"{name} lies at address {address:#x}, which is no multiple of its element's {itemsize} bytes")
 
 
 def wrong_shape(name: str, found: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
@@ -53,9 +51,7 @@ def out_of_range(name: str, found: object, needed: str) -> ValueError:
 
 def unknown_keys(segment: tuple[int, int], found: Set[str], known: Set[str]) -> ValueError:
     unknown = ", ".join(sorted(map(repr, found)))
-    return ValueError(
-        f"segment {segment} sets {unknown}, which is unknown; known: {', '.join(sorted(known))}"
-    )
+    return ValueError(f"segment {segment} sets {unknown}, which is unknown; known: {', '.join(sorted(known))}")
 
 
 def overlapping_segments(first: tuple[int, int], second: tuple[int, int]) -> ValueError:

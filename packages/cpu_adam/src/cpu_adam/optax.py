@@ -1,0 +1,102 @@
+"""adamw: an optax-style pair (init, update) computed by cpu_adam, with its state in host memory.
+
+Nothing is changed in place: gradients, parameters and the old state stay as they are, new arrays come back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy
+import optax
+
+import cpu_adam
+
+
+class AdamState(NamedTuple):
+    """State after `count` updates; the names are those of optax.ScaleByAdamState."""
+
+    count: Any  # 0-dim int32
+    mu: Any  # first moments: a pytree like the parameters, float32
+    nu: Any  # second moments, likewise
+
+
+def adamw(
+    learning_rate: float | Callable[[Any], Any],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    threads: int | None = None,
+) -> optax.GradientTransformation:
+    """optax.adamw with the same arguments, computed on the CPU by cpu_adam.
+
+    learning_rate   a number, or a schedule: a function of the number of updates made before.
+    mask            a pytree of bool like the parameters, or a function from them to it: which are decayed.
+    threads         as `cpu_adam.step`'s.
+
+    With u the update, to be added to the parameters, and m_hat, v_hat as in `cpu_adam.step`::
+
+        u = -lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)
+
+    `update` may be called as it is: moments and updates are then numpy arrays in host memory. Under jax.jit it
+    is a call-back to the host, and they are results of the jitted function. They are float32 whatever
+    the parameters are; `optax.apply_updates` rounds to the parameters' dtype.
+
+    Raises ValueError for eps_root, nesterov and a mu_dtype other than float32, which are not implemented, and in
+    `update` where no parameters are given.
+    """
+    if eps_root or nesterov or (mu_dtype is not None and numpy.dtype(mu_dtype) != numpy.float32):
+        raise ValueError("cpu_adam.optax.adamw implements eps_root=0, nesterov=False and float32 moments only")
+
+    def init(params: Any) -> AdamState:
+        def zeros() -> Any:
+            return jax.tree.map(lambda param: numpy.zeros(numpy.shape(param), numpy.float32), params)
+
+        return AdamState(numpy.zeros((), numpy.int32), zeros(), zeros())
+
+    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        if params is None:
+            raise ValueError("update needs params=: the weight decay is computed from them")
+        structure = jax.tree.structure(grads)
+        decayed = mask(params) if callable(mask) else mask
+        flags = [True] * structure.num_leaves if decayed is None else jax.tree.leaves(decayed)
+        rates = [weight_decay if flag else 0.0 for flag in flags]
+        lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        columns = [jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, params)]
+
+        def on_host(count: Any, lr: Any, columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+            settings = {"step": int(count) + 1, "lr": float(lr), "betas": (b1, b2), "eps": eps, "threads": threads}
+            return [
+                _update_leaf(*leaf, weight_decay=rate, settings=settings)
+                for *leaf, rate in zip(*columns, rates, strict=True)
+            ]
+
+        arguments = (state.count, lr, columns)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            results = [(jax.ShapeDtypeStruct(numpy.shape(mu), numpy.float32),) * 3 for mu in columns[1]]
+            leaves = jax.pure_callback(on_host, results, *arguments)
+        else:
+            leaves = on_host(*arguments)
+        updates, mu, nu = (jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(3))
+        return updates, AdamState(state.count + numpy.int32(1), mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _update_leaf(
+    grad: Any, mu: Any, nu: Any, param: Any, *, weight_decay: float, settings: dict[str, Any]
+) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """(update, new mu, new nu) of one array."""
+    new_mu, new_nu = numpy.array(mu, numpy.float32), numpy.array(nu, numpy.float32)
+    # A step from zero without decay is the update itself with all its digits; new minus old parameter has lost some.
+    update = numpy.zeros(new_mu.shape, numpy.float32)
+    cpu_adam.step(update, numpy.ascontiguousarray(grad).reshape(update.shape), new_mu, new_nu, **settings)
+    if weight_decay:
+        update -= numpy.float32(settings["lr"] * weight_decay) * numpy.asarray(param, dtype=numpy.float32)
+    return update, new_mu, new_nu

@@ -1,0 +1,231 @@
+"""CPUAdam: torch.optim.AdamW, stepped by cpu_adam.
+
+State dicts go both ways between CPUAdam and torch.optim.AdamW: the keys and their meaning are torch's.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cpu_adam
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """AdamW (`decoupled=True`) or Adam with L2 (`decoupled=False`) for parameters on the CPU, in place.
+
+    The arguments are torch.optim.AdamW's, and:
+
+    decoupled   False: weight decay is added to the gradient, as torch.optim.Adam does.
+    master      True: bfloat16 and float16 parameters are rounded copies of fp32 masters. A bfloat16 parameter
+                is itself the high half of its master, the 16-bit remainder is in the state ("param_lo", int16);
+                a float16 one has its master there ("param_fp32"). False: no master; updates below half a unit
+                in the parameter's last place vanish, and with them small learning rates and weight decay.
+    threads     as `cpu_adam.step`'s.
+
+    `foreach` and `fused` choose among torch's own implementations; here they change nothing. `amsgrad`, `capturable`
+    and `differentiable` are refused (ValueError).
+
+    state[p]: "step" (0-dim float32), "exp_avg" and "exp_avg_sq" (float32, shape and strides of p), and what
+    `master` adds. Moments are float32 also for 16-bit parameters. Who writes new values into a 16-bit parameter
+    from outside should drop its remainder or master: `del optimizer.state[p]["param_lo"]`.
+
+    A gradient may be float32, bfloat16 or float16 and have any strides; it is read by logical index.
+    torch.amp.GradScaler works.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled: bool = True,
+        master: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        _require_settings(lr, betas, eps, weight_decay)
+        # The names are those torch.optim.AdamW reads when it loads our state dict.
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled,
+            "master": master,
+        }
+        _require_implemented(defaults)
+        self.threads = threads
+        super().__init__(params, defaults)
+
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step and leaves unscaling to us,
+    # which costs nothing: it is one factor in the pass that is made anyway.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step for every parameter that has a gradient; returns the closure's loss.
+
+        Raises TypeError for a parameter or gradient that is complex, sparse, not on the CPU or of another dtype,
+        before any parameter was touched.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.found_inf is not None and self.found_inf.item() != 0:
+            return loss
+        unscale = 1.0 if self.grad_scale is None else 1.0 / self.grad_scale.item()
+
+        updates = [
+            (p, group, name)
+            for g, group in enumerate(self.param_groups)
+            for i, p in enumerate(group["params"])
+            if p.grad is not None
+            for name in [f"parameter {i} of group {g}"]
+        ]
+        for p, _, name in updates:
+            _require_updatable(p, name)
+        for p, group, _ in updates:
+            self._update(p, group, -unscale if group["maximize"] else unscale)
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any], grad_scale: float) -> None:
+        state = self._state_of(p, group["master"])
+        state["step"] += 1
+        order = _memory_order(p)
+        param = p.permute(order)
+        in_place = param.is_contiguous()  # false only where elements of p lie apart or on one another
+        param = param.contiguous()
+
+        def beside_param(key: str) -> Tensor | None:
+            return state[key].permute(order) if key in state else None
+
+        master = beside_param("param_fp32")
+        cpu_adam.step(
+            param if master is None else master,
+            p.grad.permute(order).contiguous(),
+            beside_param("exp_avg"),
+            beside_param("exp_avg_sq"),
+            step=int(state["step"].item()),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            grad_scale=grad_scale,
+            param_lo=beside_param("param_lo"),
+            param_out=None if master is None else param,
+            threads=self.threads,
+        )
+        if not in_place:
+            p.permute(order).copy_(param)
+        else:
+            # Written behind autograd's back: a graph that still needs the old values must notice.
+            torch.autograd.graph.increment_version(p)
+
+    def _state_of(self, p: Tensor, master: bool) -> dict[str, Any]:
+        """The state of `p`, completed: at its first step, and where a loaded one came from torch or had no master."""
+        state = self.state[p]
+        if not isinstance(state.get("step"), Tensor):
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(p, dtype=torch.float32)
+        if not master:
+            state.pop("param_lo", None)
+            state.pop("param_fp32", None)
+        elif p.dtype is torch.bfloat16 and "param_lo" not in state:
+            state["param_lo"] = torch.zeros_like(p, dtype=torch.int16)  # a master of exactly p's value
+        elif p.dtype is torch.float16 and "param_fp32" not in state:
+            state["param_fp32"] = p.detach().to(torch.float32, memory_format=torch.preserve_format)
+        return state
+
+    # ---- state dicts ----
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of CPUAdam, torch.optim.AdamW or torch.optim.Adam. Tensors are copied.
+
+        Group settings come with it, as with every torch optimizer. Raises ValueError for an amsgrad run.
+        """
+        for group in state_dict["param_groups"]:
+            _require_implemented(group)
+        super().load_state_dict(state_dict)
+        # torch has cast all state to each parameter's dtype, which would round moments of 16-bit parameters and
+        # destroy remainders: take them from the source once more, in the dtype and memory order they have here.
+        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved_ids, params, strict=True):
+            for key, dtype in STATE_DTYPES.items():
+                value = state_dict["state"].get(index, {}).get(key)
+                if value is not None:
+                    self.state[p][key] = torch.zeros_like(p, dtype=dtype).copy_(value)
+            step = state_dict["state"].get(index, {}).get("step")
+            if step is not None:
+                self.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("threads", None)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)  # a state dict of torch's lacks ours
+
+
+STATE_DTYPES = {
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
+    "param_lo": torch.int16,
+    "param_fp32": torch.float32,
+}
+
+
+def _require_settings(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuses at construction what `cpu_adam.step` would refuse later: a step on no elements checks it all."""
+    nothing = [torch.empty(0) for _ in range(4)]
+    cpu_adam.step(*nothing, step=1, lr=float(lr), betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _require_implemented(group: dict[str, Any]) -> None:
+    for key in ("amsgrad", "capturable", "differentiable"):
+        if group.get(key):
+            raise ValueError(f"CPUAdam does not implement {key}=True; use torch.optim.AdamW for that")
+
+
+def _require_updatable(p: Tensor, name: str) -> None:
+    grad = p.grad
+    assert grad is not None
+    for tensor, what in ((p, name), (grad, f"the gradient of {name}")):
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{what} is sparse ({tensor.layout}); CPUAdam takes dense ones, SparseAdam sparse")
+        if tensor.is_complex():
+            raise TypeError(f"{what} is complex ({tensor.dtype}); CPUAdam takes real ones, AdamW complex")
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{what} is on device {tensor.device}; CPUAdam works on the CPU")
+        if tensor.dtype not in PARAM_DTYPES:
+            raise TypeError(f"{what} has dtype {tensor.dtype}; CPUAdam takes float32, bfloat16 and float16")
+
+
+def _memory_order(p: Tensor) -> list[int]:
+    """Dimensions from the largest stride to the smallest: permuted so, every dense tensor is contiguous, a
+    channels-last one too. Other tensors permuted alike correspond by logical index."""
+    return sorted(range(p.ndim), key=lambda dim: (p.stride(dim), p.shape[dim]), reverse=True)
