@@ -1,0 +1,235 @@
+#include "worker.hpp"
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "crc32c.hpp"
+
+namespace deepnvme {
+namespace {
+
+// Bytes to copy or sum up before looking at the drive again: a fraction of what it takes the drive to run dry, and
+// enough small pieces to make a batch.
+constexpr size_t kBytesPerRound = 1 << 20;
+
+}  // namespace
+
+Worker::Worker(Engine& engine, std::unique_ptr<Backend> backend)
+    : engine_(engine),
+      backend_(std::move(backend)),
+      slots_(engine.settings().slots, engine.settings().slot),
+      // Beside those with the drive, every slot may hold a piece that waits to be copied or started, and every
+      // direct read may wait for its checksum while its successor is with the drive.
+      operations_(2 * engine.settings().depth + engine.settings().slots) {
+  for (uint32_t token = static_cast<uint32_t>(operations_.size()); token-- > 0;) free_.push_back(token);
+  thread_ = std::thread([this] { run(); });
+}
+
+Worker::~Worker() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void Worker::run() {
+  for (;;) {
+    reap();
+    refill();
+    if (spend_time_on_bytes() || fill_a_slot()) continue;
+    if (has_room()) {
+      const Engine::Advice advice = engine_.before_sleep(*this, [this](Direction direction, const Piece& piece) {
+        return can_start_now(direction, piece) || can_fill_now(direction, piece);
+      });
+      if (advice == Engine::Advice::stop) return;
+      if (advice == Engine::Advice::work) continue;
+    }
+    backend_->commit(true);  // starts what refill() queued and waits, in one system call
+  }
+}
+
+void Worker::reap() {
+  outcomes_.clear();
+  backend_->reap(outcomes_);
+  for (const Outcome& outcome : outcomes_) settle(outcome);
+}
+
+bool Worker::may_start(const Operation& operation) const {
+  return operation.piece.route != Route::bounced || bounced_in_flight_ < slots_.in_flight_limit();
+}
+
+bool Worker::can_start_now(Direction direction, const Piece& piece) const {
+  if (!has_room()) return false;
+  if (piece.route != Route::bounced) return true;
+  return direction == Direction::read && slots_.has_free() && bounced_in_flight_ < slots_.in_flight_limit();
+}
+
+bool Worker::can_fill_now(Direction direction, const Piece& piece) const {
+  return direction == Direction::write && piece.route == Route::bounced && slots_.has_free() && !free_.empty();
+}
+
+void Worker::refill() {
+  while (!to_start_.empty() && with_backend_ < engine_.settings().depth && may_start(operations_[to_start_.front()])) {
+    if (!start(to_start_.front())) return;
+    to_start_.pop_front();
+  }
+  for (;;) {
+    auto cut = engine_.next_piece(
+        [this](Direction direction, const Piece& piece) { return can_start_now(direction, piece); });
+    if (!cut) return;
+    const uint32_t token = new_operation(std::move(*cut));
+    if (!start(token)) {
+      to_start_.push_back(token);
+      return;
+    }
+  }
+}
+
+uint32_t Worker::new_operation(Engine::Cut cut) {
+  const uint32_t token = free_.back();
+  free_.pop_back();
+  Operation& operation = operations_[token];
+  operation = Operation{};
+  // Held separately: a request lets go of its file when it ends, and its failure may end it before this piece.
+  operation.file = cut.request->file;
+  operation.request = std::move(cut.request);
+  operation.piece = cut.piece;
+  if (cut.piece.route == Route::bounced) operation.slot = slots_.take();
+  operation.to_sum = operation.request->checksum && operation.request->transfer.direction == Direction::write;
+  if (operation.to_sum && !operation.slot) to_sum_.push_back(token);  // a bounced one is summed up as it is copied
+  return token;
+}
+
+bool Worker::start(uint32_t token) {
+  Operation& operation = operations_[token];
+  const Piece& piece = operation.piece;
+  std::byte* address = operation.slot ? operation.slot : memory_of(operation);
+  const Submission submission{operation.request->transfer.direction,
+                              operation.file->fd(piece.member, piece.route),
+                              address + operation.moved,
+                              piece.nbytes - operation.moved,
+                              piece.file_offset + operation.moved,
+                              token};
+  if (!backend_->queue(submission)) return false;
+  ++with_backend_;
+  if (operation.slot) ++bounced_in_flight_;
+  engine_.counters_.pieces.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+void Worker::settle(const Outcome& outcome) {
+  Operation& operation = operations_[outcome.token];
+  --with_backend_;
+  if (operation.slot) --bounced_in_flight_;
+  const Direction direction = operation.request->transfer.direction;
+  if (outcome.result == -EAGAIN || outcome.result == -EINTR) {
+    to_start_.push_back(outcome.token);
+    return;
+  }
+  if (outcome.result < 0) {
+    abandon(outcome.token, static_cast<int>(-outcome.result), "");
+    return;
+  }
+  const size_t moved = operation.moved + static_cast<size_t>(outcome.result);
+  if (is_complete(operation.piece, direction, moved)) {
+    if (direction == Direction::read && (operation.slot || operation.request->checksum)) {
+      arrived_.push_back(outcome.token);
+    } else if (operation.to_sum) {
+      operation.written = true;
+    } else {
+      complete(outcome.token);
+    }
+    return;
+  }
+  const auto next = resume_at(operation.piece, operation.file->alignment(), operation.moved, moved);
+  if (next) {
+    operation.moved = *next;
+    engine_.counters_.resumed.fetch_add(1, std::memory_order_relaxed);
+    to_start_.push_back(outcome.token);
+  } else if (direction == Direction::read) {
+    abandon(outcome.token, ENODATA, "the file is too short for it");
+  } else {
+    abandon(outcome.token, EIO, "the drive accepted no byte and gave no reason");
+  }
+}
+
+bool Worker::spend_time_on_bytes() {
+  if (to_sum_.empty() && arrived_.empty()) return false;
+  backend_->commit(false);  // the drive works meanwhile
+  size_t budget = kBytesPerRound;
+  const auto spend = [&budget](size_t nbytes) { budget -= nbytes < budget ? nbytes : budget; };
+  while (budget && !arrived_.empty()) {
+    const uint32_t token = arrived_.front();
+    arrived_.pop_front();
+    Operation& operation = operations_[token];
+    if (operation.slot) {
+      std::memcpy(memory_of(operation), operation.slot + operation.piece.skip, operation.piece.useful);
+    }
+    if (operation.request->checksum) operation.raw_crc = checksum_of(operation);
+    spend(operation.piece.useful);
+    complete(token);
+  }
+  while (budget && !to_sum_.empty()) {
+    const uint32_t token = to_sum_.front();
+    to_sum_.pop_front();
+    Operation& operation = operations_[token];
+    operation.raw_crc = checksum_of(operation);
+    operation.to_sum = false;
+    spend(operation.piece.useful);
+    if (operation.written) complete(token);
+  }
+  return true;
+}
+
+bool Worker::fill_a_slot() {
+  auto cut = engine_.next_piece(
+      [this](Direction direction, const Piece& piece) { return can_fill_now(direction, piece); });
+  if (!cut) return false;
+  backend_->commit(false);
+  const uint32_t token = new_operation(std::move(*cut));
+  Operation& operation = operations_[token];
+  std::memcpy(operation.slot, memory_of(operation), operation.piece.useful);
+  if (operation.to_sum) {
+    operation.raw_crc = checksum_of(operation);
+    operation.to_sum = false;
+  }
+  to_start_.push_back(token);
+  return true;
+}
+
+void Worker::complete(uint32_t token) {
+  const Operation& operation = operations_[token];
+  const Piece& piece = operation.piece;
+  Counters& counters = engine_.counters_;
+  auto& bytes = operation.request->transfer.direction == Direction::read ? counters.bytes_read : counters.bytes_written;
+  bytes.fetch_add(piece.useful, std::memory_order_relaxed);
+  if (piece.route == Route::bounced) counters.bounced_bytes.fetch_add(piece.useful, std::memory_order_relaxed);
+  if (piece.route == Route::cached) counters.cached_bytes.fetch_add(piece.useful, std::memory_order_relaxed);
+  retire(token, operation.request->piece_done(piece, operation.raw_crc));
+}
+
+void Worker::abandon(uint32_t token, int code, const char* note) {
+  Operation& operation = operations_[token];
+  // Its checksum is not wanted any more; the token must not be found there once it has a new meaning.
+  if (operation.to_sum) std::erase(to_sum_, token);
+  operation.request->fail(code, note);
+  retire(token, operation.request->piece_lost());
+}
+
+void Worker::retire(uint32_t token, bool last) {
+  Operation& operation = operations_[token];
+  if (operation.slot) slots_.give_back(operation.slot);
+  const std::shared_ptr<Request> request = std::move(operation.request);
+  // Closed, if this was its last user, before anyone hears that the request has ended.
+  operation.file.reset();
+  free_.push_back(token);
+  if (last) engine_.finish(request);
+}
+
+uint32_t Worker::checksum_of(const Operation& operation) const {
+  return crc32c_raw(0, memory_of(operation), operation.piece.useful);
+}
+
+std::byte* Worker::memory_of(const Operation& operation) const {
+  return reinterpret_cast<std::byte*>(operation.request->transfer.address) + operation.piece.position;
+}
+
+}  // namespace deepnvme

@@ -1,0 +1,63 @@
+"""Done-callbacks of requests, called in one thread per engine that is started when first needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+
+if TYPE_CHECKING:
+    from .request import Request
+
+_log = logging.getLogger("deepnvme")
+
+
+class Callbacks:
+    """The engine's threads run no Python; this thread waits for what they finish, without the GIL."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[tuple[Request, Callable[[Request], Any]]]] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, request: Request, fn: Callable[[Request], Any]) -> None:
+        core = request._core
+        with self._lock:
+            if core.want_notification():
+                self._waiting.setdefault(core.id, []).append((request, fn))
+                self._start()
+                return
+        # It has ended, or is just about to be marked so.
+        self._engine.wait(core, None)
+        _call(request, fn)
+
+    def join(self) -> None:
+        """After the core engine was closed: until the last callback has returned."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="deepnvme-callbacks", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while ids := self._engine.wait_notifications():
+            for id in ids:
+                with self._lock:
+                    waiting = self._waiting.pop(id, [])
+                for request, fn in waiting:
+                    _call(request, fn)
+                del waiting
+
+
+def _call(request: Request, fn: Callable[[Request], Any]) -> None:
+    try:
+        fn(request)
+    except Exception:
+        _log.exception("a done-callback of %r failed", request)

@@ -1,0 +1,346 @@
+"""Engine: hands out requests and says what is in force."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import operator
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import _core
+from .arrays import describe, describe_writable
+from .callbacks import Callbacks
+from .errors import ClosedError, ForkedError, io_error
+from .file import Direct, File, PathLike
+from .in_flight import Entry, InFlight
+from .request import Request
+from .sizes import parse_size
+from .statistics import Statistics
+
+_MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
+_MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
+_BOUNCE_SLOT = 1 << 20
+
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+_warned_backends: set[str] = set()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Moves arrays to and from files, many at once, without Python taking part.
+
+    backend: "io_uring", "libaio", "threads", or "auto": the first of these that works here.
+    queue_depth: I/Os with the drive at once.
+    block_size: the largest of them; a larger transfer is cut.
+    threads: of the threads backend; rings of the others, one is enough unless a single core cannot fill the drive.
+    bounce_buffers: blocks of 1 MiB through which misaligned transfers pass.
+    direct: True: O_DIRECT or an error; False: page cache; "auto": O_DIRECT where the filesystem has it. For files
+        that are given as paths; a File has its own.
+
+    Any thread may use it. OSError: the backend cannot run here. A forked child cannot use its parent's engine
+    (ForkedError).
+    """
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        queue_depth: int | None = None,
+        block_size: int | str | None = None,
+        threads: int | None = None,
+        bounce_buffers: int | None = None,
+        direct: Direct = "auto",
+    ) -> None:
+        if direct not in (True, False, "auto"):
+            raise ValueError(f"direct must be True, False or 'auto', found {direct!r}")
+        self._pid = os.getpid()
+        self._closed = False
+        self._direct_setting = direct
+        self._all_direct: bool | None = None
+        self._flushed = 0  # requests that earlier flushes accounted for
+        self.backend: str = _choose_backend(backend)
+        self.queue_depth: int = _check_depth(queue_depth)
+        self.block_size: int = _check_block(block_size)
+        self.threads: int = _check_count("threads", threads, 4 if self.backend == "threads" else 1, 256)
+        self.bounce_buffers: int = _check_count("bounce_buffers", bounce_buffers, 16, 4096)
+        self._core = _core.Engine(
+            self.backend, self.queue_depth, self.block_size, self.threads, self.bounce_buffers, _BOUNCE_SLOT
+        )
+        self._in_flight = InFlight(self._core)
+        self._callbacks = Callbacks(self._core)
+        # Files that were given as paths, as long as a request uses them: a thousand writes to one path open it once.
+        self._open_paths: weakref.WeakValueDictionary[tuple[str, str], File] = weakref.WeakValueDictionary()
+        _engines.add(self)
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def write(self, file: PathLike | File, array: Any, offset: int = 0) -> Request:
+        """Starts writing the array's bytes to the file from byte `offset` on.
+
+        A path is created if absent and never truncated: the file's length becomes max(old, offset + nbytes).
+        TypeError, ValueError: the array is not contiguous host memory, the engine or file is closed. OSError: the
+        file cannot be opened. All that happens later is raised by the request's `wait`.
+        """
+        return self._submit(True, file, array, offset)
+
+    def read(self, file: PathLike | File, out: Any, offset: int = 0) -> Request:
+        """Starts filling the array `out` with the file's bytes from byte `offset` on.
+
+        As `write`; also TypeError: `out` is read-only. A file that is too short: `wait` raises OSError(ENODATA).
+        """
+        return self._submit(False, file, out, offset)
+
+    def flush(self) -> int:
+        """Waits for all that was submitted before; how many requests finished since the last flush.
+
+        Raises the first failure that no `wait` has raised. Not durability: see `sync`.
+        """
+        self._check_usable()
+        self._wait_for([entry.request for entry in self._in_flight.entries()])
+        self._in_flight.let_go()
+        finished = self._core.counters()["finished"]
+        count, self._flushed = finished - self._flushed, finished
+        for failed in self._in_flight.take_failures():
+            raise _failure_of(failed)
+        return count
+
+    def sync(self, file: PathLike | File) -> None:
+        """Makes what was written to the file survive a loss of power (fdatasync), after waiting for its requests.
+
+        OSError: it cannot be made durable, or a write to it had failed.
+        """
+        self._check_usable()
+        opened = file if isinstance(file, File) else File(file, "r", direct=False)
+        pending = [e.request for e in self._in_flight.entries() if e.file.identity == opened.identity]
+        self._wait_for(pending)
+        for request in pending:
+            if request.failed():
+                self._in_flight.settle(request)
+                raise _failure_of(request)
+        failure = opened._open_core().sync()
+        if failure:
+            raise io_error(*failure)
+        if opened is not file:
+            _sync_directory(opened.paths[0])
+            opened.close()
+
+    def stats(self) -> Statistics:
+        return Statistics(backend=self.backend, direct=self.direct, **self._core.counters())
+
+    @property
+    def direct(self) -> bool | None:
+        """Whether all files used so far bypass the page cache; None: that shows with the first file."""
+        if self._all_direct is None and self._direct_setting != "auto":
+            return bool(self._direct_setting)
+        return self._all_direct
+
+    def close(self) -> None:
+        """Finishes what was submitted, then stops. Raises the first failure that was never raised."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        self._core.close()
+        self._callbacks.join()
+        self._in_flight.let_go()
+        for failed in self._in_flight.take_failures():
+            raise _failure_of(failed)
+
+    def __enter__(self) -> Engine:
+        self._check_usable()
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        try:
+            self.close()
+        except OSError:
+            if exc_type is None:  # else the first exception is the one to see
+                raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_callbacks"):  # else its making had failed
+            self._close_unheard()
+
+    def _close_unheard(self) -> None:
+        # An engine that is dropped while busy finishes its work; there is no call left that could raise a failure.
+        try:
+            self.close()
+        except OSError as e:
+            warnings.warn(f"an Engine was dropped without close(), and a request had failed: {e}", RuntimeWarning, 2)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"deepnvme.Engine({self.backend!r}, queue_depth={self.queue_depth}, block_size={self.block_size}{state})"
+
+    # -- for Request and Swap ----------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        writes: bool,
+        file: PathLike | File,
+        array: Any,
+        offset: int,
+        checksum: bool = False,
+        after: Sequence[tuple[_core.Request, bool]] = (),
+    ) -> Request:
+        self._check_usable()
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, found {offset}")
+        host = describe(array) if writes else describe_writable(array)
+        opened = file if isinstance(file, File) else self._open_path(file, writes)
+        core = opened._open_core()
+        if writes and opened.mode == "r":
+            raise ValueError(f"{opened!r} was opened for reading: use mode 'r+' or 'w'")
+        request = self._core.submit(writes, core, host.address, host.nbytes, offset, checksum, after)
+        if self._all_direct is not core.direct:
+            self._all_direct = core.direct and self._all_direct is not False
+        self._in_flight.add(Entry(request, host.owner, opened))
+        self._in_flight.let_go()
+        return Request(self, request)
+
+    def _wait(self, request: _core.Request, timeout: float | None) -> None:
+        if not request.done():
+            self._check_process()
+            if not self._core.wait(request, timeout):
+                raise TimeoutError(f"the transfer has not ended within {timeout} s; it goes on")
+        self._in_flight.settle(request)
+
+    def _cancel(self, request: _core.Request) -> bool:
+        self._check_process()
+        return self._core.cancel(request)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, requests: list[_core.Request]) -> None:
+        for request in requests:
+            self._core.wait(request, None)
+
+    def _open_path(self, path: PathLike, writes: bool) -> File:
+        name = os.fsdecode(path)
+        mode = "w" if writes else "r"
+        opened = self._open_paths.get((name, mode))
+        if opened is not None and not opened.closed and _is_still(name, opened):
+            return opened
+        try:
+            opened = File(name, mode, direct=self._direct_setting)
+        except OSError as e:
+            # Out of descriptors, perhaps only because of requests under way, which hold their files open.
+            if e.errno not in _OUT_OF_DESCRIPTORS or not self._in_flight.entries():
+                raise
+            self._wait_for([entry.request for entry in self._in_flight.entries()])
+            self._in_flight.let_go()
+            opened = File(name, mode, direct=self._direct_setting)
+        self._open_paths[name, mode] = opened
+        return opened
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the Engine is closed")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"this Engine belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}: "
+                f"make an Engine after forking"
+            )
+
+
+def backends() -> dict[str, str]:
+    """Each backend, best first, and "ok" or why it cannot run here."""
+    return {name: why_not or "ok" for name, (_, why_not) in _try_backends()}
+
+
+def _try_backends() -> Iterator[tuple[str, tuple[int, str]]]:
+    for name in _core.backend_names():
+        yield name, _core.try_backend(name)
+
+
+def _choose_backend(wanted: str) -> str:
+    """The backend of that name, or with "auto" the best one that works here. OSError when it cannot run."""
+    names = _core.backend_names()
+    if wanted != "auto":
+        if wanted not in names:
+            raise ValueError(f"backend must be 'auto' or one of {names}, found {wanted!r}")
+        code, why_not = _core.try_backend(wanted)
+        if code:
+            raise OSError(code, f"backend {wanted!r} cannot run here: {why_not}")
+        return wanted
+    reasons = []
+    for name, (code, why_not) in _try_backends():
+        if code == 0:
+            _warn_once_about(name, reasons)
+            return name
+        reasons.append(f"{name!r} cannot run here: {why_not}")
+    raise OSError(code, f"no backend can run: {'; '.join(reasons)}")
+
+
+def _warn_once_about(name: str, reasons: list[str]) -> None:
+    # Falling back is slower, and often a setting of the container that somebody could change.
+    if reasons and name not in _warned_backends:
+        _warned_backends.add(name)
+        warnings.warn(f"using the backend {name!r}, as {'; '.join(reasons)}", RuntimeWarning, stacklevel=4)
+
+
+def _check_depth(depth: int | None) -> int:
+    depth = _check_count("queue_depth", depth, 32, None)
+    if depth > _MOST_DEPTH:
+        warnings.warn(
+            f"queue_depth {depth} is more than any drive uses, and could exceed system limits (fs.aio-max-nr, "
+            f"locked memory): using {_MOST_DEPTH}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return min(depth, _MOST_DEPTH)
+
+
+def _check_block(block_size: int | str | None) -> int:
+    nbytes = parse_size("1MiB" if block_size is None else block_size, "block_size")
+    if nbytes == 0 or nbytes % 4096 or nbytes > _MOST_BLOCK:
+        raise ValueError(f"block_size must be a multiple of 4KiB up to 1GiB, found {block_size!r}")
+    return nbytes
+
+
+def _check_count(name: str, count: int | None, default: int, most: int | None) -> int:
+    if count is None:
+        return default
+    count = operator.index(count)
+    if count < 1 or (most is not None and count > most):
+        raise ValueError(f"{name} must be at least 1" + (f" and at most {most}" if most else "") + f", found {count}")
+    return count
+
+
+def _failure_of(request: _core.Request) -> OSError:
+    failure = request.error()
+    assert failure is not None
+    return io_error(*failure)
+
+
+def _is_still(path: str, opened: File) -> bool:
+    """Whether the path still names the file that was opened under it."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return opened.identity == ((status.st_dev, status.st_ino),)
+
+
+def _sync_directory(path: str) -> None:
+    """A new file is found again after a loss of power only when its directory is durable too."""
+    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@atexit.register
+def _finish_all() -> None:
+    # While the interpreter is whole: transfers under way end, and no thread of ours outlives the arrays.
+    for engine in list(_engines):
+        engine._close_unheard()

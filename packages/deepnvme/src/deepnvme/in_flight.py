@@ -1,0 +1,81 @@
+"""What must stay alive while the kernel works on it, and how it is let go.
+
+The engine's threads touch no Python object. A finished request is noticed by the next Python thread that has
+anything to do with its engine; until then, its array and file are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+from . import _core
+from .file import File
+
+
+class Entry(NamedTuple):
+    request: _core.Request
+    owner: object  # keeps the memory
+    file: File  # keeps the descriptors
+
+
+class InFlight:
+    """The requests of one engine whose end nobody has noticed yet."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()  # makes "not done yet, so keep it" one step
+        self._entries: dict[int, Entry] = {}
+        # Failures that no wait() has raised, for flush(). Without their arrays.
+        self._failures: dict[int, _core.Request] = {}
+        _all.add(self)
+
+    def add(self, entry: Entry) -> None:
+        with self._lock:
+            # A request is done before its id is listed as finished. So one that is not done here is still to be
+            # listed, and will be let go; one that is done may have been listed and missed already.
+            if not entry.request.done():
+                self._entries[entry.request.id] = entry
+                return
+        self._note_failure(entry.request)
+
+    def let_go(self) -> None:
+        """Forgets the requests that finished since the last call."""
+        with self._lock:
+            entries = [self._entries.pop(id, None) for id in self._engine.take_finished()]
+        for entry in entries:
+            if entry is not None:
+                self._note_failure(entry.request)
+        # Arrays and files are released here, outside the lock: releasing may run anyone's finalizer.
+
+    def settle(self, request: _core.Request) -> None:
+        """Someone waited for this one and hears of its failure, if any."""
+        with self._lock:
+            entry = self._entries.pop(request.id, None)
+            self._failures.pop(request.id, None)
+        del entry
+
+    def entries(self) -> list[Entry]:
+        with self._lock:
+            return list(self._entries.values())
+
+    def take_failures(self) -> list[_core.Request]:
+        """Failures that were not raised yet, oldest first."""
+        with self._lock:
+            failures, self._failures = self._failures, {}
+        return [failures[id] for id in sorted(failures)]
+
+    def _note_failure(self, request: _core.Request) -> None:
+        if request.failed():
+            with self._lock:
+                self._failures[request.id] = request
+
+
+_all: weakref.WeakSet[InFlight] = weakref.WeakSet()
+
+
+def let_go_of_finished() -> None:
+    """For who waits for memory that finished requests of any engine may be holding."""
+    for in_flight in list(_all):
+        in_flight.let_go()
