@@ -1,0 +1,1 @@
+"""Models that `zinf train` builds by name. They are plain PyTorch and know nothing of zinf."""

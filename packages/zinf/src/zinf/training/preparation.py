@@ -1,0 +1,148 @@
+"""What stands before the first step: checked inputs, model, optimizer and schedule, fresh or from a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import zinf
+from zinf.errors import ZinfError
+from zinf.models.gpt import GPT, GPTConfig
+from zinf.models.model_names import BYTE_VOCAB, parse_model
+from zinf.training.faults import CannotStart, describe
+from zinf.training.ranks import Ranks
+from zinf.training.run_directory import check_writable
+from zinf.training.settings import DTYPES, TrainSettings, lr_factor
+from zinf.training.text_data import TextData, check_sizes, read_text, validation_batches
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1  # of matrices; biases and norms are not decayed
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the settings name, read and checked before anything is built."""
+
+    config: GPTConfig
+    data: TextData
+    validation: list[tuple[Tensor, Tensor]]  # tokens and targets of all ranks, each (batch, seq) int64
+
+
+@dataclass
+class Run:
+    """A model in training, and where it stands."""
+
+    settings: TrainSettings
+    ranks: Ranks
+    inputs: Inputs
+    model: nn.Module
+    optimizer: zinf.AdamW
+    scheduler: LambdaLR
+    step: int = 0  # steps that were taken
+    validation_before: float | None = None  # loss before the first of them
+
+
+def read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
+    """Reads the text and checks all that can be checked without making anything. Collective.
+
+    Raises CannotStart, on every rank with the words of the first that found a fault.
+    """
+    inputs, fault = None, None
+    try:
+        inputs = _read_inputs(settings, ranks)
+    except (ValueError, OSError) as error:
+        fault = describe(error)
+    fault = ranks.first_fault(fault)
+    if inputs is None or fault:
+        raise CannotStart(fault)
+    return inputs
+
+
+def prepare(settings: TrainSettings, inputs: Inputs, ranks: Ranks) -> Run:
+    """Builds model, optimizer and schedule, and takes up the newest checkpoint where the settings say so.
+
+    Raises CannotStart when the settings do not fit one another, the drives or the checkpoint.
+    """
+    try:
+        torch.manual_seed(settings.seed)
+        with zinf.init(_zinf_config(settings)):
+            model = GPT(inputs.config)
+        optimizer = zinf.AdamW(
+            [
+                {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+                {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=BETAS,
+            grad_clip=settings.grad_clip,
+            accumulate=settings.accumulate,
+        )
+        scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, warmup=settings.warmup, decay=settings.decay))
+        run = Run(settings, ranks, inputs, model, optimizer, scheduler)
+        if settings.resume:
+            _resume(run)
+    except (ZinfError, OSError) as error:
+        raise CannotStart(describe(error)) from error
+    return run
+
+
+def _read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
+    config = parse_model(settings.model, positions=settings.seq)
+    if config.vocab < BYTE_VOCAB:
+        raise ValueError(f"text is read as bytes, which needs vocab >= {BYTE_VOCAB}, not {config.vocab}")
+    settings.check_divisible(ranks.count)
+    for directory in settings.nvme:
+        check_writable(directory)
+    for path in filter(None, (settings.metrics, settings.trace)):
+        check_writable(path.absolute().parent)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
+    if settings.out.exists():
+        check_writable(settings.out)
+    data = TextData.from_bytes(read_text(settings.data))
+    check_sizes(data, batch=settings.batch, seq=settings.seq)
+    validation = validation_batches(data, batches=settings.validation_batches, batch=settings.batch, seq=settings.seq)
+    return Inputs(config, data, validation)
+
+
+def _zinf_config(settings: TrainSettings) -> zinf.Config:
+    changes: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "prefetch": settings.prefetch}
+    if settings.dtype == "fp16":
+        changes["loss_scale"] = "dynamic"
+    for name in ("host_memory", "resident", "overlap_optimizer"):
+        if getattr(settings, name) is not None:
+            changes[name] = getattr(settings, name)
+    return zinf.Config.preset(settings.preset, nvme=[str(path) for path in settings.swap_directories], **changes)
+
+
+def _resume(run: Run) -> None:
+    try:
+        extra = zinf.load(run.settings.out, run.model, run.optimizer)
+    except FileNotFoundError:
+        return  # none yet: the run starts at step 0
+    defining = {**run.settings.defining(), "data": run.inputs.data.fingerprint}
+    differing = [
+        f"{name} is {value}, was {extra['settings'].get(name)}"
+        for name, value in defining.items()
+        if value != extra["settings"].get(name)
+    ]
+    if differing:
+        raise CannotStart(f"{run.settings.out} was trained with other settings: {'; '.join(differing)}")
+    run.step = extra["step"]
+    run.validation_before = extra["validation_before"]
+    run.scheduler.load_state_dict(extra["scheduler"])
+
+
+def checkpoint_extra(run: Run) -> dict[str, Any]:
+    """What `prepare` needs, beside model and optimizer, to continue the run exactly."""
+    return {
+        "step": run.step,
+        "validation_before": run.validation_before,
+        "scheduler": run.scheduler.state_dict(),
+        "settings": {**run.settings.defining(), "data": run.inputs.data.fingerprint},
+    }
