@@ -36,7 +36,7 @@ struct coefficients coefficients_of(const struct adam_settings *s, double grad_s
     return (struct coefficients){
         .grad_scale = (float)grad_scale,
         .l2 = s->decoupled ? 0.0f : (float)s->weight_decay,
-        .beta1 = in_two_floats(s->beta1),
+        .beta1 = (float)s->beta1,
         .one_minus_beta1 = (float)(1.0 - s->beta1),
         .beta2 = in_two_floats(s->beta2),
         .one_minus_beta2 = (float)(1.0 - s->beta2),

@@ -12,7 +12,7 @@ struct two_floats {
 struct coefficients {
     float grad_scale;         /* g  = grad_scale * grad                                   */
     float l2;                 /* g += l2 * p              0 when the decay is decoupled   */
-    struct two_floats beta1;  /* m  = beta1 * m + one_minus_beta1 * g                     */
+    float beta1;              /* m  = beta1 * m + one_minus_beta1 * g                     */
     float one_minus_beta1;
     struct two_floats beta2;  /* v  = beta2 * v + one_minus_beta2 * g * g                 */
     float one_minus_beta2;

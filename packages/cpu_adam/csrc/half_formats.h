@@ -10,11 +10,11 @@
 
 INLINE float float_of_bf16(uint16_t half) { return float_of((uint32_t)half << 16); }
 
+/* Of a number or the canonical NaN; with other NaN the addition could overflow into an infinity or a zero. */
 INLINE uint16_t bf16_of(float value) {
     uint32_t bits = bits_of(value);
     uint32_t to_even = 0x7FFFu + ((bits >> 16) & 1u);
-    uint32_t rounded = is_nan_bits(bits) ? (uint32_t)QUIET_NAN_BITS : bits + to_even;
-    return (uint16_t)(rounded >> 16);
+    return (uint16_t)((bits + to_even) >> 16);
 }
 
 INLINE float float_of_fp16(uint16_t half) {

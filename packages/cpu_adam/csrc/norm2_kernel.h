@@ -15,17 +15,22 @@ enum {
     LANES = 32,         /* doubles: enough independent sums to hide an addition's latency with AVX-512 */
 };
 
-INLINE double block_norm2(const void *grad, int format, ptrdiff_t n) {
-    double lane[LANES] = {0};
+/* Adds the squares of n elements to the lanes. Unless it is the block's last, n is a multiple of LANES. */
+INLINE void add_squares(const float *restrict grad, ptrdiff_t n, double *restrict lane) {
     ptrdiff_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (ptrdiff_t j = 0; j < LANES; j++) {
-            double g = load(grad, format, i + j);
-            lane[j] += g * g;
-        }
-    for (ptrdiff_t j = 0; i + j < n; j++) {
-        double g = load(grad, format, i + j);
-        lane[j] += g * g;
+        for (ptrdiff_t j = 0; j < LANES; j++) lane[j] += (double)grad[i + j] * grad[i + j];
+    for (ptrdiff_t j = 0; i + j < n; j++) lane[j] += (double)grad[i + j] * grad[i + j];
+}
+
+static double block_norm2(const void *grad, int format, int64_t start, int64_t stop) {
+    float tile[BLOCK] __attribute__((aligned(CACHE_LINE)));
+    double lane[LANES] = {0};
+    for (int64_t i = start, n; i < stop; i += n) {
+        n = stop - i < BLOCK ? stop - i : BLOCK;
+        const float *values = load_format(grad, format, i, n, tile);
+        if (n == BLOCK) add_squares(values, BLOCK, lane);
+        else add_squares(values, n, lane);
     }
     for (ptrdiff_t half = LANES / 2; half > 0; half /= 2)
         for (ptrdiff_t j = 0; j < half; j++) lane[j] += lane[j + half];
@@ -35,12 +40,8 @@ INLINE double block_norm2(const void *grad, int format, ptrdiff_t n) {
 /* Block sums of elements start .. stop - 1; start is a multiple of NORM2_BLOCK. */
 static void kernel_norm2(const void *grad, int format, int64_t start, int64_t stop, double *block_sums) {
     for (int64_t i = start; i < stop; i += NORM2_BLOCK) {
-        const char *block = (const char *)grad + i * bytes_per_element(format);
-        ptrdiff_t n = stop - i < NORM2_BLOCK ? stop - i : NORM2_BLOCK;
-        double *sum = &block_sums[i / NORM2_BLOCK];
-        if (format == ADAM_FP32) *sum = block_norm2(block, ADAM_FP32, n);
-        else if (format == ADAM_BF16) *sum = block_norm2(block, ADAM_BF16, n);
-        else *sum = block_norm2(block, ADAM_FP16, n);
+        int64_t end = stop - i < NORM2_BLOCK ? stop : i + NORM2_BLOCK;
+        block_sums[i / NORM2_BLOCK] = block_norm2(grad, format, i, end);
     }
 }
 
