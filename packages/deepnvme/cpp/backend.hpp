@@ -49,17 +49,12 @@ struct BackendSettings {
 
 struct BackendKind {
   const char* name;
-  // Throws SystemError when it cannot run here or not with these settings.
-  std::unique_ptr<Backend> (*make)(const BackendSettings&);
-};
+  // Throws SystemError when it cannot run here, or not with these settings.
+  std::unique_ptr<Backend> (*make_plain)(const BackendSettings&);
 
-// Whether a backend works here: tried, not guessed. `code` is 0 or an errno, and then `why_not` says why in words
-// and what would help.
-struct Trial {
-  int code = 0;
-  std::string why_not;
+  // The same; the SystemError also says in words what would help.
+  std::unique_ptr<Backend> make(const BackendSettings& settings) const;
 };
-Trial try_backend(const BackendKind& kind);
 
 // Best first.
 const std::vector<BackendKind>& backend_kinds();

@@ -1,4 +1,4 @@
-// The table of backends, best first, each with a way to find out why it cannot run.
+// The table of backends, best first, and what helps when one cannot run.
 
 #include <cerrno>
 #include <cstring>
@@ -21,6 +21,7 @@ std::string remedy(const char* name, int code) {
     return io_uring ? "the kernel has no usable io_uring (5.6 or later is needed), or a container profile hides it"
                     : "the kernel was built without AIO, or a container profile hides it";
   }
+  if (code == EAGAIN && !io_uring) return "lower queue_depth, or raise the limit: sysctl -w fs.aio-max-nr=1048576";
   if (code == ENOMEM) return "the locked-memory limit is used up; raise it (ulimit -l) or lower queue_depth";
   if (code == EMFILE || code == ENFILE) return "the descriptor limit is reached; raise it (ulimit -n) or close files";
   return "";
@@ -44,12 +45,12 @@ const BackendKind& backend_kind(const std::string& name) {
   throw SystemError(EINVAL, "unknown backend " + name);
 }
 
-Trial try_backend(const BackendKind& kind) try {
-  kind.make({.depth = 1, .threads = 1});
-  return {};
+std::unique_ptr<Backend> BackendKind::make(const BackendSettings& settings) const try {
+  return make_plain(settings);
 } catch (const SystemError& e) {
-  const std::string help = remedy(kind.name, e.code());
-  return {e.code(), std::string(e.what()) + ": " + std::strerror(e.code()) + (help.empty() ? "" : ": " + help)};
+  const std::string help = remedy(name, e.code());
+  if (help.empty()) throw;
+  throw SystemError(e, help);
 }
 
 }  // namespace deepnvme

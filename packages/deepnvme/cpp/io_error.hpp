@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -22,10 +23,13 @@ struct IoError {
   explicit operator bool() const { return code != 0; }
 };
 
-// A system call that failed outside of any request: setting up a ring, mapping memory.
+// A system call that failed outside of any request: setting up a ring, mapping memory. what() ends with the errno's
+// own text, and with what to try if that is known.
 class SystemError : public std::runtime_error {
  public:
-  SystemError(int code, const std::string& text) : std::runtime_error(text), code_(code) {}
+  SystemError(int code, const std::string& text) : std::runtime_error(text + ": " + std::strerror(code)), code_(code) {}
+  SystemError(const SystemError& e, const std::string& remedy)
+      : std::runtime_error(std::string(e.what()) + ": " + remedy), code_(e.code_) {}
   int code() const { return code_; }
 
  private:

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "backend.hpp"
+#include "blocking_io.hpp"
 #include "io_error.hpp"
 #include "unique_fd.hpp"
 
@@ -48,11 +49,10 @@ AioContext make_context(unsigned depth) try {
   return AioContext(depth);
 } catch (const SystemError& e) {
   if (e.code() != EAGAIN) throw;
-  throw SystemError(EAGAIN, "libaio cannot have a context of queue_depth " + std::to_string(depth) +
-                                ": all processes together may have fs.aio-max-nr = " +
+  throw SystemError(EAGAIN, "io_setup for queue_depth " + std::to_string(depth) +
+                                " failed (all processes together may have fs.aio-max-nr = " +
                                 first_word("/proc/sys/fs/aio-max-nr") + " events and hold " +
-                                first_word("/proc/sys/fs/aio-nr") +
-                                "; lower queue_depth, or raise the limit: sysctl -w fs.aio-max-nr=1048576");
+                                first_word("/proc/sys/fs/aio-nr") + ")");
 }
 
 class LibaioBackend : public Backend {
@@ -83,14 +83,14 @@ class LibaioBackend : public Backend {
 
   void commit(bool wait) override {
     submit_queued();
-    if (!wait || !failed_.empty()) return;
+    if (!wait || !refused_.empty()) return;  // an outcome is there already
     uint64_t count;
     [[maybe_unused]] const ssize_t n = ::read(done_.get(), &count, sizeof count);
   }
 
   void reap(std::vector<Outcome>& outcomes) override {
-    outcomes.insert(outcomes.end(), failed_.begin(), failed_.end());
-    failed_.clear();
+    outcomes.insert(outcomes.end(), refused_.begin(), refused_.end());
+    refused_.clear();
     while (started_ > 0) {
       timespec now{};
       const long n = ::syscall(SYS_io_getevents, context_.id(), 0L, static_cast<long>(events_.size()), events_.data(), &now);
@@ -121,12 +121,23 @@ class LibaioBackend : public Backend {
       const int code = errno;
       if (code == EINTR) continue;
       if (code == EAGAIN && started_ > 0) break;  // out of kernel requests: some will come back
-      // io_submit stops at the first bad one (a closed descriptor, a misaligned address): that one has failed.
-      failed_.push_back({static_cast<uint32_t>(queued_[sent]->aio_data), -code});
+      // io_submit stops at the first bad one: that one has an outcome already.
+      const iocb& bad = *queued_[sent];
+      // EINVAL also means a file without asynchronous methods (a character device), which blocking calls can do.
+      refused_.push_back({static_cast<uint32_t>(bad.aio_data), code == EINVAL ? move_blocking(submission_of(bad)) : -code});
       free_.push_back(queued_[sent]);
       ++sent;
     }
     queued_.erase(queued_.begin(), queued_.begin() + static_cast<ptrdiff_t>(sent));
+  }
+
+  static Submission submission_of(const iocb& block) {
+    return {block.aio_lio_opcode == IOCB_CMD_PREAD ? Direction::read : Direction::write,
+            static_cast<int>(block.aio_fildes),
+            reinterpret_cast<std::byte*>(block.aio_buf),
+            static_cast<size_t>(block.aio_nbytes),
+            static_cast<uint64_t>(block.aio_offset),
+            static_cast<uint32_t>(block.aio_data)};
   }
 
   AioContext context_;
@@ -135,7 +146,7 @@ class LibaioBackend : public Backend {
   std::vector<io_event> events_;
   std::vector<iocb*> free_;
   std::vector<iocb*> queued_;
-  std::vector<Outcome> failed_;
+  std::vector<Outcome> refused_;  // by io_submit
   size_t started_ = 0;  // with the kernel
 };
 

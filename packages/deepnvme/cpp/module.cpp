@@ -213,7 +213,7 @@ PYBIND11_MODULE(_core, m) {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const SystemError& e) {
       // From arguments, so that Python picks the subclass (PermissionError, ...) that belongs to the errno.
-      PyErr_SetObject(PyExc_OSError, py::make_tuple(e.code(), std::string(e.what()) + ": " + std::strerror(e.code())).ptr());
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(e.code(), e.what()).ptr());
     }
   });
 
@@ -313,8 +313,7 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def("try_backend", [](const std::string& name) {
     py::gil_scoped_release released;
-    const Trial trial = try_backend(backend_kind(name));
-    return std::pair{trial.code, trial.why_not};
+    backend_kind(name).make({.depth = 1, .threads = 1});
   });
   m.def("direct_alignment", [](int fd) -> std::optional<std::pair<size_t, size_t>> {
     const auto alignment = direct_alignment(fd);

@@ -1,28 +1,15 @@
 // Engine "threads": pread and pwrite in a few threads. It runs everywhere.
 
-#include <unistd.h>
-
-#include <cerrno>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <mutex>
 #include <thread>
 
 #include "backend.hpp"
+#include "blocking_io.hpp"
 
 namespace deepnvme {
 namespace {
-
-int64_t move_bytes(const Submission& s) {
-  for (;;) {
-    const ssize_t n = s.direction == Direction::read
-                          ? ::pread(s.fd, s.address, s.nbytes, static_cast<off_t>(s.offset))
-                          : ::pwrite(s.fd, s.address, s.nbytes, static_cast<off_t>(s.offset));
-    if (n >= 0) return n;
-    if (errno != EINTR) return -errno;
-  }
-}
 
 class ThreadBackend : public Backend {
  public:
@@ -85,7 +72,7 @@ class ThreadBackend : public Backend {
       const Submission submission = todo_.front();
       todo_.pop_front();
       lock.unlock();
-      const int64_t result = move_bytes(submission);
+      const int64_t result = move_blocking(submission);
       lock.lock();
       done_.push_back({submission.token, result});
       news_.notify_one();

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _core
 from .aligned_buffer import Buffer
-from .dtypes import is_torch_tensor
+from .dtypes import DType, dtype_named, is_torch_tensor
 from .errors import ClosedError
 
 # DLPack's device types whose memory the CPU addresses: CPU, and host memory pinned by CUDA or ROCm.
@@ -119,3 +119,19 @@ def _words(array: Any) -> str:
     if shape is None:
         return kind
     return f"{kind} of shape {tuple(shape)}" + (f" and dtype {str(dtype).removeprefix('torch.')}" if dtype else "")
+
+
+def dtype_and_shape(array: Any) -> tuple[DType, tuple[int, ...]]:
+    """What a Swap keeps beside the bytes. ValueError: no dtype that it knows."""
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        array = np.asarray(memoryview(array))
+    return dtype_named(array.dtype), tuple(array.shape)
+
+
+def made_contiguous(array: Any) -> Any:
+    """The array, or a row-major copy of one that is not contiguous."""
+    if is_torch_tensor(array):
+        return array.detach().contiguous().resolve_conj().resolve_neg()
+    if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
+        return array.copy(order="C")
+    return array

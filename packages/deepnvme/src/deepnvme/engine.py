@@ -8,7 +8,7 @@ import operator
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import _core
@@ -62,14 +62,10 @@ class Engine:
         self._direct_setting = direct
         self._all_direct: bool | None = None
         self._flushed = 0  # requests that earlier flushes accounted for
-        self.backend: str = _choose_backend(backend)
         self.queue_depth: int = _check_depth(queue_depth)
         self.block_size: int = _check_block(block_size)
-        self.threads: int = _check_count("threads", threads, 4 if self.backend == "threads" else 1, 256)
         self.bounce_buffers: int = _check_count("bounce_buffers", bounce_buffers, 16, 4096)
-        self._core = _core.Engine(
-            self.backend, self.queue_depth, self.block_size, self.threads, self.bounce_buffers, _BOUNCE_SLOT
-        )
+        self.backend, self.threads, self._core = self._start(backend, threads)
         self._in_flight = InFlight(self._core)
         self._callbacks = Callbacks(self._core)
         # Files that were given as paths, as long as a request uses them: a thousand writes to one path open it once.
@@ -214,6 +210,25 @@ class Engine:
         self._check_process()
         return self._core.cancel(request)
 
+    def _start(self, wanted: str, threads: int | None) -> tuple[str, int, _core.Engine]:
+        """The backend of that name, or with "auto" the best one that works here with these settings."""
+        names = _core.backend_names()
+        if wanted not in ("auto", *names):
+            raise ValueError(f"backend must be 'auto' or one of {names}, found {wanted!r}")
+        refusals: list[OSError] = []
+        for name in names if wanted == "auto" else [wanted]:
+            count = _check_count("threads", threads, 4 if name == "threads" else 1, 256)
+            try:
+                core = _core.Engine(
+                    name, self.queue_depth, self.block_size, count, self.bounce_buffers, _BOUNCE_SLOT
+                )
+            except OSError as e:
+                refusals.append(OSError(e.errno, f"backend {name!r} cannot run here: {e.strerror}"))
+            else:
+                _warn_once_about(name, refusals)
+                return name, count, core
+        raise refusals[-1]
+
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _wait_for(self, requests: list[_core.Request]) -> None:
@@ -253,38 +268,23 @@ class Engine:
 
 def backends() -> dict[str, str]:
     """Each backend, best first, and "ok" or why it cannot run here."""
-    return {name: why_not or "ok" for name, (_, why_not) in _try_backends()}
+    return {name: _why_not(name) or "ok" for name in _core.backend_names()}
 
 
-def _try_backends() -> Iterator[tuple[str, tuple[int, str]]]:
-    for name in _core.backend_names():
-        yield name, _core.try_backend(name)
+def _why_not(name: str) -> str:
+    try:
+        _core.try_backend(name)
+    except OSError as e:
+        return e.strerror
+    return ""
 
 
-def _choose_backend(wanted: str) -> str:
-    """The backend of that name, or with "auto" the best one that works here. OSError when it cannot run."""
-    names = _core.backend_names()
-    if wanted != "auto":
-        if wanted not in names:
-            raise ValueError(f"backend must be 'auto' or one of {names}, found {wanted!r}")
-        code, why_not = _core.try_backend(wanted)
-        if code:
-            raise OSError(code, f"backend {wanted!r} cannot run here: {why_not}")
-        return wanted
-    reasons = []
-    for name, (code, why_not) in _try_backends():
-        if code == 0:
-            _warn_once_about(name, reasons)
-            return name
-        reasons.append(f"{name!r} cannot run here: {why_not}")
-    raise OSError(code, f"no backend can run: {'; '.join(reasons)}")
-
-
-def _warn_once_about(name: str, reasons: list[str]) -> None:
-    # Falling back is slower, and often a setting of the container that somebody could change.
-    if reasons and name not in _warned_backends:
+def _warn_once_about(name: str, refusals: list[OSError]) -> None:
+    # Falling back is slower, and often due to a setting of the container that somebody could change.
+    if refusals and name not in _warned_backends:
         _warned_backends.add(name)
-        warnings.warn(f"using the backend {name!r}, as {'; '.join(reasons)}", RuntimeWarning, stacklevel=4)
+        reasons = "; ".join(e.strerror for e in refusals)
+        warnings.warn(f"using the backend {name!r}: {reasons}", RuntimeWarning, stacklevel=4)
 
 
 def _check_depth(depth: int | None) -> int:

@@ -1,0 +1,265 @@
+"""Every failure is raised by who waits for it, says where, and leaves the engine working."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deepnvme
+
+
+def check(error: OSError, code: int, path: object, *words: str) -> None:
+    assert error.errno == code
+    assert error.filename == str(path)
+    for word in words:
+        assert word in str(error)
+
+
+def still_works(io: deepnvme.Engine, tmp_path: Path) -> None:
+    assert io.write(tmp_path / "still", b"works").wait() == 5
+    assert (tmp_path / "still").read_bytes() == b"works"
+
+
+def test_absent_file(io, tmp_path):
+    with pytest.raises(FileNotFoundError) as failure:
+        io.read(tmp_path / "absent", bytearray(10))
+    check(failure.value, errno.ENOENT, tmp_path / "absent")
+    still_works(io, tmp_path)
+
+
+def test_absent_directory(io, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        io.write(tmp_path / "no" / "file", b"x")
+
+
+def test_directory_is_no_file(io, tmp_path):
+    with pytest.raises(IsADirectoryError):
+        io.write(tmp_path, b"x")
+
+
+def test_forbidden_file(run_python):
+    run_python(
+        """
+        import os, deepnvme
+        open("secret", "wb").write(b"x" * 100); os.chmod("secret", 0)
+        if os.getuid() == 0: os.chmod(".", 0o777); os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        with deepnvme.Engine() as io:
+            for start in (lambda: io.read("secret", bytearray(100)), lambda: io.write("secret", b"x")):
+                try: start(); raise SystemExit("not refused")
+                except PermissionError as e: assert e.filename == "secret", e
+        """
+    )
+
+
+@pytest.mark.parametrize(("length", "offset", "nbytes"), [(0, 0, 1), (5000, 0, 5001), (5000, 4096, 4096), (1 << 21, 1 << 20, 3 << 20), (100, 10_000, 10)])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_short_file(io, tmp_path, length, offset, nbytes, direct, aligned):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(length))
+    out = deepnvme.empty(nbytes + 1).numpy()[0 if aligned else 1 :][:nbytes]
+    with deepnvme.File(path, direct=direct) as file:
+        request = io.read(file, out, offset)
+        with pytest.raises(OSError, match=f"{nbytes} bytes at offset {offset}") as failure:
+            request.wait()
+    check(failure.value, errno.ENODATA, path, "too short")
+    assert request.done()
+    still_works(io, tmp_path)
+
+
+def test_file_that_is_truncated_while_it_is_read(backend, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 << 20))
+    out = deepnvme.empty(64 << 20)
+    with deepnvme.Engine(backend, queue_depth=1, block_size="64KiB") as io:
+        request = io.read(path, out)
+        os.truncate(path, 1000)
+        with pytest.raises(OSError, match="No data available"):
+            request.wait()
+        still_works(io, tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [100, 4 << 20])
+def test_full_device(io, tmp_path, nbytes):
+    request = io.write("/dev/full", np.zeros(nbytes, np.uint8))
+    with pytest.raises(OSError, match=f"write of {nbytes} bytes at offset 0") as failure:
+        request.wait()
+    check(failure.value, errno.ENOSPC, "/dev/full")
+    assert io.flush() == 1  # its failure was raised already
+    still_works(io, tmp_path)
+
+
+def test_flush_raises_a_failure_nobody_waited_for(io, tmp_path):
+    io.write("/dev/full", bytes(10))
+    io.write(tmp_path / "file", bytes(10))
+    with pytest.raises(OSError, match="No space left"):
+        io.flush()
+    assert io.flush() == 0
+    still_works(io, tmp_path)
+
+
+def test_close_raises_a_failure_nobody_waited_for(backend):
+    io = deepnvme.Engine(backend)
+    io.write("/dev/full", bytes(10))
+    with pytest.raises(OSError, match="No space left"):
+        io.close()
+    io.close()
+
+
+@pytest.fixture
+def small_filesystem(tmp_path):
+    """A directory that holds 1 MiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(directory)]).returncode:
+        pytest.skip("needs root to mount a small filesystem")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.fixture
+def small_drive(tmp_path):
+    """A directory on an ext4 of 16 MiB behind a loop device, with O_DIRECT."""
+    image, directory = tmp_path / "image", tmp_path / "drive"
+    directory.mkdir()
+    with open(image, "wb") as f:
+        f.truncate(16 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", "-F", "-b", "4096", str(image)], capture_output=True)
+    if os.getuid() != 0 or made.returncode or subprocess.run(["mount", "-o", "loop", str(image), str(directory)]).returncode:
+        pytest.skip("needs root and loop devices")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore:direct I/O")
+@pytest.mark.parametrize("where", ["small_filesystem", "small_drive"])
+@pytest.mark.parametrize("nbytes", [32 << 20, (32 << 20) + 1])
+def test_full_filesystem(io, tmp_path, request, where, nbytes):
+    directory = request.getfixturevalue(where)
+    data = deepnvme.empty(nbytes)
+    with pytest.raises(OSError, match=f"{nbytes} bytes at offset 0") as failure:
+        io.write(directory / "file", data).wait()
+    check(failure.value, errno.ENOSPC, directory / "file")
+    os.unlink(directory / "file")
+    # It fills up in small steps, too: not one that was reported written may be missing.
+    written = 0
+    with pytest.raises(OSError, match="No space left"), deepnvme.File(directory / "file", "w") as file:
+        for i in range(20_000):
+            io.write(file, np.full(5001, i % 251, np.uint8), i * 5001).wait()
+            written += 1
+    content = (directory / "file").read_bytes()
+    assert all(content[i * 5001 : (i + 1) * 5001] == bytes([i % 251]) * 5001 for i in range(written))
+    with pytest.raises(OSError, match="No space left"):
+        deepnvme.File(directory / "large", "w", size=nbytes)
+    assert not (directory / "large").exists()
+    with pytest.raises(OSError, match="No space left"):
+        deepnvme.File.anonymous(directory, size=nbytes)
+    still_works(io, tmp_path)
+
+
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore:direct I/O")
+def test_swap_on_a_full_drive_does_not_claim_the_tensor(small_filesystem):
+    with deepnvme.Swap(small_filesystem) as swap:
+        swap.put("fits", np.ones(1000)).wait()
+        with pytest.raises(OSError, match="No space left"):
+            swap.put("large", np.zeros(4 << 20, np.uint8)).wait()
+        assert swap.names() == ["fits"]
+        with pytest.raises(KeyError, match="large"):
+            swap.get("large")
+        assert (swap.get("fits").result().numpy() == 1).all()
+
+
+@pytest.mark.root
+def test_failing_drive(tmp_path):
+    """EIO from a real block device: a device-mapper target that fails everything beyond its first part."""
+    name = f"deepnvme-test-{os.getpid()}"
+    table = "0 2048 zero\n2048 2048 error\n"
+    made = subprocess.run(["dmsetup", "create", name], input=table, text=True, capture_output=True) if (
+        os.getuid() == 0 and any(Path(d, "dmsetup").exists() for d in ("/sbin", "/usr/sbin"))
+    ) else None
+    if made is None or made.returncode:
+        pytest.skip("needs root and dmsetup")
+    try:
+        path = Path("/dev/mapper", name)
+        out = deepnvme.empty(1 << 20)
+        with deepnvme.Engine() as io:
+            io.read(path, out).wait()
+            with pytest.raises(OSError, match="offset 1048576") as failure:
+                io.read(path, out, 1 << 20).wait()
+            check(failure.value, errno.EIO, path)
+            still_works(io, tmp_path)
+    finally:
+        subprocess.run(["dmsetup", "remove", "--retry", name], check=True)
+
+
+def test_file_size_limit(run_python, backend):
+    run_python(
+        """
+        import errno, resource, sys, deepnvme
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        with deepnvme.Engine(sys.argv[1]) as io:
+            for nbytes in (4 << 20, 100_000):
+                try: io.write("file", bytes(nbytes), (1 << 20) - 50_000).wait(); raise SystemExit("no error")
+                except OSError as e: assert (e.errno, e.filename) == (errno.EFBIG, "file"), e
+            assert io.write("file", bytes(1000)).wait() == 1000
+        """,
+        backend,
+    )
+
+
+def test_descriptor_limit(run_python):
+    run_python(
+        """
+        import errno, os, resource, deepnvme
+        with deepnvme.Engine() as io:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+            kept = []
+            try:
+                while True: kept.append(os.dup(0))
+            except OSError: pass
+            try: io.write("file", b"x"); raise SystemExit("no error")
+            except OSError as e: assert (e.errno, e.filename) == (errno.EMFILE, "file"), e
+            try: deepnvme.Engine("io_uring"); raise SystemExit("no error")
+            except OSError as e: assert e.errno == errno.EMFILE and "descriptor limit" in str(e), e
+            for fd in kept: os.close(fd)
+            assert io.write("file", b"x").wait() == 1
+        """
+    )
+
+
+def test_closed_engine(backend, tmp_path):
+    io = deepnvme.Engine(backend)
+    request = io.write(tmp_path / "file", bytes(1 << 20))
+    io.close()
+    assert request.done()
+    assert request.wait() == 1 << 20
+    for use in (lambda: io.write(tmp_path / "file", b"x"), lambda: io.read(tmp_path / "file", bytearray(1)), io.flush):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    io.close()
+
+
+def test_file_opened_for_reading_is_not_written(io, tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    with deepnvme.File(tmp_path / "file") as file, pytest.raises(ValueError, match="opened for reading"):
+        io.write(file, b"x")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_arguments_that_make_no_sense(tmp_path):
+    for bad in ({"queue_depth": 0}, {"block_size": 1000}, {"block_size": "2GiB"}, {"threads": 0}, {"direct": "yes"}):
+        with pytest.raises(ValueError):  # noqa: PT011
+            deepnvme.Engine(**bad)
+    for bad in ({"mode": "a"}, {"stripe": 100}, {"direct": 2}, {"size": "1 parsec"}):
+        with pytest.raises(ValueError):  # noqa: PT011
+            deepnvme.File(tmp_path / "file", **{"mode": "w", **bad})
+    assert list(tmp_path.iterdir()) == []
+    with deepnvme.Engine() as io, pytest.raises(ValueError, match="negative"):
+        io.write(tmp_path / "file", b"x", -1)
