@@ -51,6 +51,11 @@ def plain_gradients(model, data, world=1):
     return losses, {name: grad / world for name, grad in sums.items()}
 
 
+def gradients_of(model):
+    """A plain model's own gradients."""
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
 def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 

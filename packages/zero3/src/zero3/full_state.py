@@ -10,14 +10,18 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import collectives, parameter_forms
+from .own_hook import OwnHook
 from .unit import ParamSlot, Unit
 from .unit_state import ParamState
+
+if TYPE_CHECKING:
+    from .partitioned_model import PartitionedModel
 
 
 @contextmanager
@@ -213,7 +217,7 @@ class _PlainStateDict:
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         parameter_forms.Released.detach_gathers = False
 
-    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+    def after(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         parameter_forms.Released.detach_gathers = True
         for name, param in module._parameters.items():
             key = prefix + name
@@ -228,28 +232,10 @@ class _PlainStateDict:
             self._shared[id(slot)] = full
         return full
 
-    def __deepcopy__(self, memo):
-        return _Inert()
 
-
-class _Inert:
-    """What a copied module has in place of the hook."""
-
-    def __call__(self, *_) -> None:
-        """Nothing: the copy is a plain module."""
-
-    before = __call__
-
-
-def install(model, module: nn.Module) -> None:
+def install(model: PartitionedModel, module: nn.Module) -> None:
+    """Make `state_dict()` of `module`, and of every module in it, give full tensors."""
     hook = _PlainStateDict()
-    handles = []
     for child in module.modules():
-        handles.append(child.register_state_dict_pre_hook(hook.before))
-        handles.append(child._register_state_dict_hook(hook))
-    object.__setattr__(module, "_zero3_state_dict_hooks", handles)
-
-
-def uninstall(module: nn.Module) -> None:
-    for handle in module._zero3_state_dict_hooks:
-        handle.remove()
+        model.handles.append(child.register_state_dict_pre_hook(OwnHook(hook.before)))
+        model.handles.append(child._register_state_dict_hook(OwnHook(hook.after)))

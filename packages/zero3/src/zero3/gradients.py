@@ -12,6 +12,7 @@ agree which parameters have a gradient at all.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import collectives
+from .own_hook import OwnHook
 from .parameter_forms import ShardGradient, raw_grad, set_raw_grad, without_noticing
 from .unit_state import GradState, move_grad
 
@@ -55,22 +57,21 @@ class Gradients:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Hook every trainable parameter that is not hooked yet (a frozen one may have been thawed)."""
-        for unit in self._model.units:
-            if unit.plain:
-                continue
-            for slot in unit.slots:
-                if slot not in self._hooks and slot.param.requires_grad:
-                    with without_noticing():
-                        self._hooks[slot] = slot.param.register_post_accumulate_grad_hook(_Arrival(self, slot))
+    def watch(self, unit: Unit) -> None:
+        """Hook the trainable parameters of a unit that is used and not hooked yet (some may have been thawed)."""
+        if unit.plain:
+            return
+        for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
+            unit.unwatched.remove(slot)
+            hook = OwnHook(functools.partial(self._arrived, slot))
+            self._hooks[slot] = slot.param.register_post_accumulate_grad_hook(hook)
 
-    def unwatch(self) -> None:
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+    def unwatch(self, unit: Unit) -> None:
+        for slot in unit.slots:
+            if slot in self._hooks:
+                self._hooks.pop(slot).remove()
 
-    def arrived(self, slot: ParamSlot) -> None:
+    def _arrived(self, slot: ParamSlot, _param: Tensor) -> None:
         """Autograd has finished this parameter's gradient of the running backward."""
         grad = raw_grad(slot.param)
         set_raw_grad(slot.param, None)
@@ -83,8 +84,7 @@ class Gradients:
             self._unsettled = True
             self._model.backward_runs()
             awaited = unit.awaited[task] = self._will_come(unit)
-            if unit.grad_state in (GradState.NONE, GradState.REDUCED):
-                move_grad(unit, GradState.ACCUMULATING)
+            self._begin(unit)
         earlier = unit.fresh_grads.get(slot.index)
         unit.fresh_grads[slot.index] = grad if earlier is None else earlier.add_(grad)
         awaited.discard(slot.index)
@@ -92,6 +92,13 @@ class Gradients:
             del unit.awaited[task]
             if not unit.awaited:
                 self._complete(unit)
+
+    def _begin(self, unit: Unit) -> None:
+        """→ ACCUMULATING. An earlier part of the same backward (a reentrant segment) may still be on its way."""
+        if unit.reducing is not None:
+            self._finish(unit)
+        if unit.grad_state is not GradState.ACCUMULATING:
+            move_grad(unit, GradState.ACCUMULATING)
 
     def _will_come(self, unit: Unit) -> set[int]:
         """Slots whose gradient the running backward will finish; a unit with unused ones is complete early."""
@@ -258,8 +265,7 @@ class Gradients:
         all_flags = model.ranks.maximum(flags, "agreeing which parameters have a gradient").tolist()
         for unit, flag in zip(units, all_flags, strict=False):
             if flag and unit not in self._reduced:
-                if unit.grad_state in (GradState.NONE, GradState.REDUCED):
-                    move_grad(unit, GradState.ACCUMULATING)
+                self._begin(unit)
                 self._reduce(unit)
         for slot, flag in zip(slots, all_flags[len(units) :], strict=True):
             if flag and slot.unit.reducing is not None:
@@ -307,20 +313,3 @@ class Gradients:
         with without_noticing(), torch.no_grad():
             slot.piece_of(stored).copy_(value.view(slot.piece_of(stored).shape))
         slot.has_grad = True
-
-
-class _Arrival:
-    """The post-accumulate hook of one parameter. A copied model gets none of it."""
-
-    def __init__(self, gradients: Gradients, slot: ParamSlot):
-        self._gradients, self._slot = gradients, slot
-
-    def __call__(self, param: Tensor) -> None:
-        self._gradients.arrived(self._slot)
-
-    def __deepcopy__(self, memo):
-        return _nothing
-
-
-def _nothing(*_) -> None:
-    """The hook of a copied parameter."""

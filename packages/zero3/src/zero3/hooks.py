@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .own_hook import OwnHook
+
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
     from .unit import Unit
@@ -22,16 +24,16 @@ log = logging.getLogger(__name__)
 
 
 class _Forward:
-    """The pair of hooks of one module. A copied module gets hooks that do nothing."""
+    """The pair of hooks of one module."""
 
     def __init__(self, model: PartitionedModel, module: nn.Module, units: list[Unit]):
         self._model = model
         self._units = units
         self._views = any(not unit.permanent for unit in model.units)
         self._pushed: list[bool] = []  # one entry a running forward of this module (it may call itself)
-        self._handles = [
-            module.register_forward_pre_hook(self.before, prepend=True),
-            module.register_forward_hook(self.after, always_call=True),
+        model.handles += [
+            module.register_forward_pre_hook(OwnHook(self.before), prepend=True),
+            module.register_forward_hook(OwnHook(self.after), always_call=True),
         ]
 
     def before(self, module: nn.Module, args) -> None:
@@ -59,32 +61,16 @@ class _Forward:
         if not model.depth and not torch.is_grad_enabled():
             model.forget_noticed()
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def __deepcopy__(self, memo):
-        return _Inert()
-
-
-class _Inert:
-    """What a copied module has in place of our hooks."""
-
-    def before(self, *_) -> None:
-        """Nothing: the copy is a plain module."""
-
-    after = before
-
 
 def install(model: PartitionedModel, module: nn.Module, hosts: dict[nn.Module, list[Unit]]) -> None:
     """Hook `module` (the root) and every host of units."""
     for host in {module: None, **dict.fromkeys(hosts)}:
         units = [unit for unit in hosts.get(host, []) if not unit.plain]
         if units or host is module:
-            model.forward_hooks.append(_Forward(model, host, units))
+            _Forward(model, host, units)
     weakref.finalize(module, model.dissolve)
 
 
 def add_units(model: PartitionedModel, module: nn.Module, units: list[Unit]) -> None:
     """`module` shall hold `units` too while it runs."""
-    model.forward_hooks.append(_Forward(model, module, units))
+    _Forward(model, module, units)

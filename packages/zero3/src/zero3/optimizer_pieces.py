@@ -65,12 +65,12 @@ def after_step(optimizer: Optimizer, args, kwargs) -> None:
     for unit, slots in units.items():
         for slot in slots:
             parameter_forms.withdraw_piece(slot)
+            slot.changes += slot.has_grad
         unit.model.store.optimizer_done(unit)
         if unit.permanent:
             unit.flat = unit.model.store.resident(unit)
             for slot in slots:
                 parameter_forms.gather(slot, slot.view_of(unit.flat))
-        unit.generation += 1
     for model in {unit.model for unit in units}:
         model.scheduler.optimizer_stepped()
 

@@ -152,11 +152,22 @@ def touch(slot: ParamSlot) -> None:
 
 def changed(slot: ParamSlot) -> bool:
     """Whether a gathered parameter was changed in place since it was gathered or last asked about."""
-    param = slot.param
+    count = slot.param._version - slot.version
+    slot.version += count
     was, slot.touched = slot.touched, None
-    seen = slot.version != param._version
-    slot.version = param._version
-    return seen or (was is not None and not torch.equal(was, raw_data(param)))
+    if was is not None and not _same_bits(was, raw_data(slot.param)):
+        count += 1
+    slot.changes += count
+    return count > 0
+
+
+def changes_of(slot: ParamSlot) -> int:
+    """How often the values were changed, up to now."""
+    return slot.changes + (slot.param._version - slot.version if type(slot.param) is Gathered else 0)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def release(slot: ParamSlot) -> None:

@@ -154,6 +154,7 @@ def _take_over(model: PartitionedModel, one: Group) -> Unit:
 
 def _retire(unit: Unit) -> None:
     """An old unit whose parameters have all moved on gives its room back."""
+    unit.model.gradients.unwatch(unit)
     if unit in unit.model.units and all(slot.param._zero3 is not slot for slot in unit.slots):
         unit.model.units.remove(unit)
         unit.model.store.forget(unit)
@@ -166,4 +167,3 @@ def _unhook(module: nn.Module) -> None:
     for unit in old.units:
         old.release(unit, force=True)
     old.unhook()
-    full_state.uninstall(module)

@@ -82,15 +82,18 @@ class PartitionedModel:
         self.pool = store.pool
         self.gradients = Gradients(self, settings.reduce_dtype)
         self.saved_views = SavedViews(self)
-        self.forward_hooks: list[Any] = []
+        self.handles: list[Any] = []  # of all hooks on the module tree
         self.depth = 0  # how many hooked modules run now, one inside the other
         self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
         self._ready: dict[int, Unit] = {}  # storage address -> unit gathered there
         self._backward_task = -1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
-        return self  # a copied module is a plain one; nothing of the machinery is copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied module is a plain one; nothing of the machinery is copied
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
     @property
     def module(self) -> nn.Module:
@@ -133,6 +136,7 @@ class PartitionedModel:
                     parameter_forms.present_piece(slot, view, None)
                 else:
                     parameter_forms.gather(slot, view)
+            self.gradients.watch(unit)
 
     # -- mechanisms ------------------------------------------------------------------------------------------
 
@@ -171,6 +175,8 @@ class PartitionedModel:
             self._ready[unit.flat.untyped_storage()._cdata] = unit
             for slot in unit.slots:
                 parameter_forms.gather(slot, slot.view_of(unit.flat))
+        if unit.unwatched:
+            self.gradients.watch(unit)
         move_param(unit, ParamState.READY)
 
     def release(self, unit: Unit, force: bool = False) -> None:
@@ -195,17 +201,21 @@ class PartitionedModel:
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
 
-    def collect_changes(self, unit: Unit) -> None:
-        """What somebody wrote into a gathered parameter goes to the shard (own part only, no communication)."""
+    def collect_changes(self, unit: Unit, watch: bool = False) -> None:
+        """What somebody wrote into a gathered parameter goes to the shard (own part only, no communication).
+
+        `watch`: whoever got hold of the memory may write again.
+        """
         for slot in unit.slots:
-            if slot.touched is not None or slot.param._version != slot.version:
-                if parameter_forms.changed(slot):
-                    self.write_back(slot)
+            handed_out = slot.touched is not None
+            if (handed_out or slot.param._version != slot.version) and parameter_forms.changed(slot):
+                self.write_back(slot)
+            if watch and handed_out:
+                parameter_forms.touch(slot)
 
     def write_back(self, slot: ParamSlot) -> None:
         """A gathered parameter has new values: this rank's part of them becomes its shard."""
         unit = slot.unit
-        unit.generation += 1
         part = unit.own_slice(unit.flat)[slot.start : slot.stop]
         self.store.write_back(unit, part, slot.start, slot.stop)
 
@@ -311,7 +321,9 @@ class PartitionedModel:
     def step_begins(self) -> None:
         """The outermost forward begins."""
         self.border()
-        self.gradients.watch()
+        for unit in self.units:  # those that no gather will look at
+            if unit.unwatched and (unit.permanent or unit.state is ParamState.READY):
+                self.gradients.watch(unit)
         self.scheduler.step_begins()
 
     def border(self) -> None:
@@ -343,10 +355,11 @@ class PartitionedModel:
 
     def unhook(self) -> None:
         """No event of the module reaches this model any more."""
-        self.gradients.unwatch()
-        for hook in self.forward_hooks:
-            hook.remove()
-        self.forward_hooks.clear()
+        for unit in self.units:
+            self.gradients.unwatch(unit)
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     def dissolve(self) -> None:
         """The module is gone: give back what its units hold."""

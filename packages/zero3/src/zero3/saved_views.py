@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import StaleViewError, UnsupportedError
+from .parameter_forms import changes_of
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
@@ -33,14 +34,18 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class SavedView:
     """A view of a unit, without its memory. Lives as long as the graph node that saved it."""
 
-    __slots__ = ("generation", "offset", "size", "stride", "unit")
+    __slots__ = ("changes", "generation", "offset", "size", "slot", "stride", "unit")
 
     def __init__(self, unit: Unit, view: Tensor):
         self.unit = unit
         self.offset = view.storage_offset() - unit.flat.storage_offset()  # type: ignore[union-attr]
         self.size = view.shape
         self.stride = view.stride()
+        self.slot = unit.slot_at(self.offset)
+        if self.slot.touched is not None:
+            unit.model.collect_changes(unit, watch=True)
         self.generation = unit.generation
+        self.changes = changes_of(self.slot)
         unit.saved_views += 1
 
     def __del__(self):
@@ -49,10 +54,10 @@ class SavedView:
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
         unit = self.unit
-        if unit.generation != self.generation:
+        if unit.generation != self.generation or changes_of(self.slot) != self.changes:
             raise StaleViewError(
-                f"unit {unit.name}: its parameters were changed (by an optimizer step or in place) after this "
-                "forward saved them; the gradient would be wrong. Run backward before the change."
+                f"parameter {self.slot.name} was changed (by an optimizer step or in place) after this forward "
+                "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
         unit.model.needed_by_backward(unit)
         flat: Tensor = unit.flat  # type: ignore[assignment]

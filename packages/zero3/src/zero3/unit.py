@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,11 @@ class ParamSlot:
     offset        where it starts in the unit's flat buffer, in elements
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
     has_grad      the reduced gradient holds something for it
+    changes       how often its values were changed, as far as that was collected
     """
 
     __slots__ = (
-        "_accumulator", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
+        "_accumulator", "changes", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
         "shape", "start", "stop", "touched", "unit", "version",
     )  # fmt: skip
 
@@ -41,6 +43,7 @@ class ParamSlot:
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
         self.placeholder = _placeholder(unit.dtype, unit.device).expand(self.shape)
         self.has_grad = False
+        self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
         self.version = 0  # the Parameter's own version counter when it was gathered
         self._accumulator: Any = None
@@ -83,7 +86,7 @@ class Unit:
     holds         how many running forwards use it now
     saved_views   how many views of it autograd keeps for a backward to come
     replays       forwards without gradient in this step that a checkpoint will run again
-    generation    counts changes of the values; what autograd saved belongs to one generation
+    generation    counts changes of all values at once (a state that was loaded); each slot counts its own beside
     """
 
     def __init__(
@@ -105,12 +108,13 @@ class Unit:
         self.plain = False  # permanent, and its parameters are ordinary ones, gradient included
         self.device = model.device
         self.rank = model.shard_rank
-        offsets, self.flat_numel = offsets_of(param.numel() for param, _ in params)
+        self._offsets, self.flat_numel = offsets_of(param.numel() for param, _ in params)
         self.partition = Partition.of(self.flat_numel, model.shard_ranks, shard_multiple)
         self.slots = [
             ParamSlot(self, i, param, names, offset)
-            for i, ((param, names), offset) in enumerate(zip(params, offsets, strict=True))
+            for i, ((param, names), offset) in enumerate(zip(params, self._offsets, strict=True))
         ]
+        self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self.numel = sum(slot.numel for slot in self.slots)
         self.flat: Tensor | None = None
         self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
@@ -146,6 +150,10 @@ class Unit:
     @property
     def trainable(self) -> bool:
         return any(slot.param.requires_grad for slot in self.slots)
+
+    def slot_at(self, offset: int) -> ParamSlot:
+        """The parameter to which element `offset` of the flat buffer belongs."""
+        return self.slots[bisect_right(self._offsets, offset) - 1]
 
     def own_slice(self, flat: Tensor) -> Tensor:
         """This rank's shard within `flat`."""

@@ -1,0 +1,28 @@
+"""Hooks that belong to this model only: a copy of the module (deepcopy, pickle) is a plain one and has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class OwnHook:
+    """Calls `function`. Its copies do nothing."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> str:
+        return "nothing"  # pickled as that function
+
+
+def nothing(*_: Any) -> None:
+    """What a copied module has in place of the hook."""
