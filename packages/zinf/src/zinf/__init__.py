@@ -1,0 +1,85 @@
+"""zinf: trains models far larger than memory, in an ordinary PyTorch loop.
+
+    cfg = zinf.Config.preset("inf-nvme", nvme=["/mnt/nvme"])
+    with zinf.init(cfg):
+        model = Model()
+    optimizer = zinf.AdamW(model.parameters(), lr=3e-4)
+    loss = model(x); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+ZeRO-Infinity (arXiv 2104.07857); the model's code stays as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager as _Context
+from typing import Any
+
+import torch as _torch
+from torch import nn as _nn
+
+import zero3 as _zero3
+
+from .config import Config
+from .durable_save import SaveResult, load, save
+from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
+from .full_state import full_grad, full_state, set_full_state
+from .offloaded_adamw import AdamW
+from .partitioning import engine_of as _engine_of
+from .partitioning import init, shard
+from .timeline import trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedStepError",
+    "AdamW",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "SaveResult",
+    "ZinfError",
+    "clip_grad_norm_",
+    "full_grad",
+    "full_state",
+    "init",
+    "load",
+    "no_sync",
+    "report",
+    "save",
+    "set_full_state",
+    "shard",
+    "trace",
+]
+
+
+def report(model: _nn.Module) -> dict[str, Any]:
+    """What the last step did, as plain data.
+
+    seconds    {compute, nc, cg, gg, reduce, optimizer, stall, step}
+    bytes      {nvme_read, nvme_written, by_kind: {parameters, gradients, optimizer, activations}: {read, written}}
+    peak       {device, host}: bytes of gathered units (on a CPU too), and of all of ours in host memory
+    prefetch   {hits, misses}
+    placement  {unit: {params, grads, optimizer}}: tiers
+    limit      {compute, drive, link, memory}: seconds that each needs at least for such a step
+    io         {backend, direct, dirs}
+    grad_norm  global norm before clipping, where it was computed
+    """
+    engine, machinery = _engine_of(model)
+    return engine.reporter.report(machinery)
+
+
+def clip_grad_norm_(model: _nn.Module, max_norm: float) -> _torch.Tensor:
+    """Clip the global 2-norm of all gradients, over ranks and tiers; returns the norm before (0-dim, float32).
+
+    The scaling happens within the update, in the same pass over memory. Needs a zinf.AdamW. Collective.
+    """
+    engine, _ = _engine_of(model)
+    if engine.optimizer is None:
+        return _zero3.clip_grad_norm_(model, max_norm)
+    return engine.optimizer.clip(max_norm)
+
+
+def no_sync(model: _nn.Module) -> _Context[None]:
+    """Accumulate unreduced gradients inside: no communication; the full gradient waits in host memory."""
+    _engine_of(model)
+    return _zero3.no_sync(model)

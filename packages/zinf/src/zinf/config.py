@@ -1,0 +1,158 @@
+"""Config: which state lives where, and the presets of the paper's Table 2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from zero3.unit_grouping import parse_size
+
+from .errors import ConfigError
+
+Tier = Literal["device", "cpu", "nvme"]
+TIERS = ("device", "cpu", "nvme")
+OVERLAPS = ("backward", False)
+_ALL = ("params", "grads", "optimizer")
+_SHARD_CHOICES = ((), ("optimizer",), ("grads", "optimizer"), ("grads", "optimizer", "params"))
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+# Rows of Table 2: devices of parameters, of gradients, of optimizer states; and what is partitioned.
+PRESETS: dict[str, dict[str, Any]] = {
+    "ddp": {"params": "device", "grads": "device", "optimizer": "device", "shard": ()},
+    "zero1": {"params": "device", "grads": "device", "optimizer": "device", "shard": ("optimizer",)},
+    "zero2": {"params": "device", "grads": "device", "optimizer": "device", "shard": ("grads", "optimizer")},
+    "zero-offload": {"params": "device", "grads": "cpu", "optimizer": "cpu", "shard": ("grads", "optimizer")},
+    "zero3": {"params": "device", "grads": "device", "optimizer": "device", "shard": _ALL},
+    "inf-cpu": {"params": "cpu", "grads": "cpu", "optimizer": "cpu", "shard": _ALL},
+    "inf-nvme": {"params": "nvme", "grads": None, "optimizer": "nvme", "shard": _ALL},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Placement of a model's states, and budgets.
+
+    Sizes are bytes, or strings such as "8GiB". ConfigError (a ValueError) names the field that cannot work.
+    """
+
+    params: Tier = "device"
+    """Tier of the parameters' shards."""
+    grads: Tier | None = None
+    """Tier of gradients that wait. None: `cpu` if they take at most a quarter of host_memory, else `nvme`."""
+    optimizer: Tier = "device"
+    """Tier of the optimizer's states: remainder of the master weight, and moments."""
+    activations: Tier | None = None
+    """Tier of checkpointed activations. None: no automatic checkpointing."""
+    shard: tuple[str, ...] = _ALL
+    """What is partitioned over the ranks; () is plain data parallel."""
+    nvme: Sequence[str | os.PathLike] | str | os.PathLike = ()
+    """Directories for the tier `nvme`, one a drive."""
+    dtype: torch.dtype = torch.bfloat16
+    """Dtype of gathered parameters and of their gradients. The master is float32."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of gradients on the wire. None: that of the parameters."""
+    loss_scale: float | str | None = None
+    """"dynamic" or a number: scales the loss of float16 runs (`optimizer.scale`)."""
+    device_memory: int | str | None = None
+    """Bytes of gathered parameters at a time. None: what is free."""
+    host_memory: int | str | None = None
+    """Bytes of host memory for all of ours: pool, resident units, waiting gradients. None: what is free."""
+    resident: int | str | None = None
+    """Bytes of units kept in host memory though placed on nvme. None: what is left over. 0: none."""
+    unit_size: int | str = "auto"
+    """Bytes of a gathered unit."""
+    prefetch: bool = True
+    """Gather units ahead of their use."""
+    tile_bytes: int | str | None = None
+    """Cut operators larger than this into tiles. Comes with memory-centric tiling: must be None."""
+    checksum: bool = True
+    """Check that what is read back from a drive is what was written."""
+    group: Any = None
+    """Process group. None: the default one, or a single process."""
+    overlap_optimizer: str | bool = False
+    """When the update runs: "backward", right behind each gradient; False, inside step()."""
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        paths = [self.nvme] if isinstance(self.nvme, str | os.PathLike) else list(self.nvme)
+        set_field("nvme", tuple(os.fspath(path) for path in paths))
+        set_field("shard", tuple(self.shard))
+        for name in ("device_memory", "host_memory", "resident"):
+            if getattr(self, name) is not None:
+                set_field(name, _size(name, getattr(self, name)))
+        if self.unit_size != "auto":
+            set_field("unit_size", _size("unit_size", self.unit_size))
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("params", "grads", "optimizer", "activations"):
+            value = getattr(self, name)
+            if value not in TIERS and not (value is None and name in ("grads", "activations")):
+                raise ConfigError(f"{name}={value!r} is no tier: choose one of {', '.join(TIERS)}")
+        if tuple(sorted(self.shard)) not in _SHARD_CHOICES:
+            choices = ", ".join(str(choice) for choice in _SHARD_CHOICES)
+            raise ConfigError(f"shard={self.shard!r} is not one of {choices}")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(map(str, _DTYPES))}")
+        if "nvme" in (self.params, self.grads, self.optimizer, self.activations) and not self.nvme:
+            raise ConfigError("a state is placed on nvme, but no directory is given: nvme=['/path/on/the/drive']")
+        if self.params != "device" and "params" not in self.shard:
+            raise ConfigError(
+                f"params={self.params!r} needs 'params' in shard: parameters that every rank keeps whole stay on device"
+            )
+        if self.overlap_optimizer == "next-forward":
+            raise ConfigError(
+                "overlap_optimizer='next-forward' is not available in this version: use 'backward' or False"
+            )
+        if self.overlap_optimizer not in OVERLAPS:
+            raise ConfigError(f"overlap_optimizer={self.overlap_optimizer!r} is not 'backward' or False")
+        if self.overlap_optimizer == "backward" and self.loss_scale is not None:
+            raise ConfigError(
+                "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs False"
+            )
+        if self.loss_scale is not None and self.loss_scale != "dynamic" and not _positive(self.loss_scale):
+            raise ConfigError(f"loss_scale={self.loss_scale!r} is neither 'dynamic' nor a positive number")
+        if self.tile_bytes is not None:
+            raise ConfigError("tile_bytes is not available in this version: it must be None")
+        if self.activations is not None:
+            raise ConfigError("activations is not available in this version: it must be None")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """A row of the paper's Table 2, with `changes`.
+
+        ddp           everything on the device, nothing partitioned
+        zero1, zero2  optimizer states, and gradients, partitioned
+        zero-offload  gradients and optimizer states partitioned, on the CPU
+        zero3         everything partitioned, on the device
+        inf-cpu       everything partitioned, on the CPU
+        inf-nvme      everything partitioned, parameters and optimizer states on NVMe
+
+        ConfigError for an unknown name or field.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)}
+        for change in changes:
+            if change not in known:
+                raise ConfigError(f"unknown setting {change!r}: choose from {', '.join(sorted(known))}")
+        return cls(**{**PRESETS[name], **changes})
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with `changes`."""
+        return replace(self, **changes)
+
+
+def _size(name: str, value: int | str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

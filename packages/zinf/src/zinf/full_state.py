@@ -1,0 +1,127 @@
+"""Full float32 tensors of one parameter, for looking and for setting; whichever tier they lie on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero3 import parameter_forms
+from zero3.unit import ParamSlot
+
+from .offload_engine import OffloadEngine, pieces
+from .unit_states import MOMENTS
+
+
+def full_grad(param: Tensor) -> Tensor | None:
+    """The parameter's reduced gradient, whole, float32, on the CPU; None when it has none. Collective.
+
+    Clipping that was asked for but not yet applied is included.
+    """
+    slot, engine = _slot(param)
+    model = slot.unit.model
+    model.border()
+    if not slot.has_grad:
+        return None
+    gradient = engine.gradient(slot.unit)
+    factor = engine.optimizer.pending_factor if engine.optimizer is not None else 1.0
+    return _whole(slot, gradient.float()).mul_(factor)  # type: ignore[union-attr]
+
+
+def full_state(param: Tensor) -> dict[str, Any]:
+    """{"param", "exp_avg", "exp_avg_sq"}: whole float32 tensors on the CPU; "step": updates so far. Collective.
+
+    Before an optimizer is made, moments are zeros.
+    """
+    slot, engine = _slot(param)
+    _settle(slot, engine)
+    state: dict[str, Any] = {"param": _whole(slot, engine.master(slot.unit).float())}
+    trained = engine.optimizer is not None and slot.param in engine.optimizer.state
+    for kind in MOMENTS:
+        shard = (
+            engine.read(slot.unit, kind, torch.float32, 0, slot.unit.shard_numel)
+            if trained
+            else torch.zeros(slot.unit.shard_numel)
+        )
+        state[kind] = _whole(slot, shard)
+    state["step"] = engine.optimizer.state[slot.param]["step"] if trained else 0
+    return state
+
+
+def set_full_state(
+    param: Tensor,
+    values: Tensor | None = None,
+    exp_avg: Tensor | None = None,
+    exp_avg_sq: Tensor | None = None,
+    step: int | None = None,
+) -> None:
+    """Replace what is given; every rank gives the same whole tensors and keeps its part.
+
+    ValueError for a shape that is not the parameter's; RuntimeError for moments without a zinf.AdamW.
+    """
+    slot, engine = _slot(param)
+    given = {"param": values, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for name, tensor in given.items():
+        if tensor is not None and tuple(tensor.shape) != tuple(slot.shape):
+            raise ValueError(f"{name} of {slot.name}: shape {tuple(tensor.shape)}, expected {tuple(slot.shape)}")
+    _settle(slot, engine)
+    trained = engine.optimizer is not None and slot.param in engine.optimizer.state
+    if not trained and any(value is not None for value in (exp_avg, exp_avg_sq, step)):
+        raise RuntimeError(f"{slot.name} has no optimizer states: make a zinf.AdamW with it first")
+    unit = slot.unit
+    if values is not None:
+        engine.write_back(unit, _own_part(slot, values), slot.start, slot.stop)
+    for kind in MOMENTS:
+        if given[kind] is not None:
+            _replace(engine, slot, kind, _own_part(slot, given[kind]))
+    if step is not None:
+        engine.optimizer.state[slot.param]["step"] = int(step)  # type: ignore[union-attr]
+    unit.model.values_changed(unit)
+
+
+def _slot(param: Tensor) -> tuple[ParamSlot, OffloadEngine]:
+    slot = parameter_forms.slot_of(param)
+    engine = slot.unit.model.store
+    if not isinstance(engine, OffloadEngine):
+        raise TypeError(f"{slot.name} is not a parameter of a zinf model")
+    return slot, engine
+
+
+def _settle(slot: ParamSlot, engine: OffloadEngine) -> None:
+    slot.unit.model.border()
+    if engine.optimizer is not None:
+        engine.optimizer.settle()
+
+
+def _whole(slot: ParamSlot, shard: Tensor) -> Tensor:
+    """The whole parameter's worth of a shard-wise float32 state: own part filled in, the others' summed on top."""
+    model = slot.unit.model
+    whole = torch.zeros(slot.numel)
+    first = _first(slot)
+    whole[first : first + slot.stop - slot.start] = shard[slot.start : slot.stop].cpu()
+    if model.shard_ranks > 1:
+        model.ranks.sum(whole, f"collecting the state of {slot.name}")
+    return whole.view(slot.shape)
+
+
+def _own_part(slot: ParamSlot, whole: Tensor) -> Tensor:
+    first = _first(slot)
+    return whole.detach().reshape(-1)[first : first + slot.stop - slot.start].to("cpu", torch.float32)
+
+
+def _first(slot: ParamSlot) -> int:
+    """Where this rank's part begins in the parameter."""
+    if slot.stop <= slot.start:
+        return 0
+    return slot.unit.rank * slot.unit.shard_numel + slot.start - slot.offset
+
+
+def _replace(engine: OffloadEngine, slot: ParamSlot, kind: str, part: Tensor) -> None:
+    unit = slot.unit
+    for start, stop in pieces(unit.shard_numel):
+        low, high = max(slot.start, start), min(slot.stop, stop)
+        if low < high:
+            values = engine.read(unit, kind, torch.float32, start, stop)
+            values[low - start : high - start] = part[low - slot.start : high - slot.start]
+            engine.write(unit, kind, values, start)

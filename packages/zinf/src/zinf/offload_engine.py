@@ -1,0 +1,284 @@
+"""The infinity offload engine (paper, 5.1 and 6.3): a shard store over three tiers.
+
+zero3 asks it for shards of parameters and gives it gradients; the optimizer asks it for all states of a unit. It
+knows on which tier each kind of each unit's state lies, and nothing of modules or of when things happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero3.shard_store import ShardStore
+from zero3.unit import Unit
+
+from . import unit_states
+from .config import Config
+from .placement import Placement
+from .step_report import Reporter
+from .tier_set import TierSet
+from .tiers import Key, Tier, Wait
+from .tiers.nvme import PIECE
+
+if TYPE_CHECKING:
+    from .offloaded_adamw import AdamW
+
+# Elements: 4096 bytes of the narrowest state (2 bytes wide), so that every shard is read and written in place by O_DIRECT.
+_SHARD_MULTIPLE = 2048
+
+
+class OffloadEngine(ShardStore):
+    """The shard store of one model.
+
+    optimizer   the zinf.AdamW that updates the units; None before it is made, and with torch's own optimizers
+    """
+
+    shard_multiple = _SHARD_MULTIPLE
+
+    def __init__(self, config: Config, placement: Placement, tiers: TierSet):
+        self.config = config
+        self.placement = placement
+        self.tiers = tiers
+        self.pool = tiers.device_pool
+        self.optimizer: AdamW | None = None
+        self._numbers: dict[Unit, int] = {}
+        self._resident_left = placement.resident if "nvme" in (placement.params, placement.optimizer) else 0
+        self._resident: set[Unit] = set()
+        self._sums: set[Unit] = set()  # units that accumulate: their gradient waits in float32 from then on
+        self._waiting: set[Unit] = set()  # units with a gradient that waits
+        self._grad_writes: list[tuple[Wait, object]] = []
+        self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
+        self.reporter = Reporter(self)
+        self.newest_checkpoint: str | None = None
+
+    # -- where things lie ------------------------------------------------------------------------------------
+
+    def key(self, unit: Unit, kind: str) -> Key:
+        return Key(self._numbers[unit], kind)
+
+    def tier(self, unit: Unit, kind: str) -> Tier:
+        """The tier of a kind of state of `unit`."""
+        return self.tiers.of(self.tier_name(unit, kind))
+
+    def tier_name(self, unit: Unit, kind: str) -> str:
+        if kind == "grad":
+            return self.placement.grads
+        placed = self.placement.params if kind == "param" else self.placement.optimizer
+        return "cpu" if placed == "nvme" and unit in self._resident else placed
+
+    def in_place(self, unit: Unit, kind: str) -> Tensor | None:
+        """The kept tensor, where host code can use it in place."""
+        kept = self.tier(unit, kind).resident(self.key(unit, kind))
+        return kept if kept is not None and kept.device.type == "cpu" else None
+
+    # -- ShardStore ------------------------------------------------------------------------------------------
+
+    def adopt(self, unit: Unit, shard: Tensor) -> None:
+        self._numbers[unit] = self.tiers.number()
+        nbytes = unit.shard_numel * unit_states.bytes_per_parameter(unit, unit.trainable)
+        if nbytes <= self._resident_left:
+            self._resident_left -= nbytes
+            self._resident.add(unit)
+        for kind, dtype in unit_states.value_kinds(unit).items():
+            self.tier(unit, kind).create(self.key(unit, kind), unit.shard_numel, dtype)
+        self._put_values(unit, shard, 0)
+
+    def forget(self, unit: Unit) -> None:
+        if unit in self._numbers:
+            for kind in (*unit_states.update_kinds(unit), "grad"):
+                self.tier(unit, kind).free(self.key(unit, kind))
+            del self._numbers[unit]
+            self._waiting.discard(unit)
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        if not self.placement.shards_stay_in_place and unit not in self._resident:
+            return None
+        kept = self.tier(unit, "param").resident(self.key(unit, "param"))
+        return kept if kept is not None and kept.device.type == unit.device.type else None
+
+    def start_read(self, unit: Unit, out: Tensor) -> Callable[[], None]:
+        tier, key = self.tier(unit, "param"), self.key(unit, "param")
+        if out.device.type == "cpu" or tier.resident(key) is not None:
+            return tier.start_read(key, out)
+        return self._read_through_host(tier, key, out)
+
+    def _read_through_host(self, tier: Tier, key: Key, out: Tensor) -> Wait:
+        """nc then cg: the drive fills pinned host memory, a copy brings it to the device."""
+        buffer = self.tiers.host_pool.take(out.nbytes, str(key))
+        staging = buffer.flat(out.numel(), out.dtype)
+        arrived = tier.start_read(key, staging)
+
+        def wait() -> None:
+            nonlocal staging
+            arrived()
+            with self.tiers.spans.running("cg", str(key)):
+                out.copy_(staging)
+            del staging
+            self.tiers.host_pool.give_back(buffer)
+
+        return wait
+
+    def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
+        """The master takes exactly the visible values: what was not visible of it (the remainder) is gone."""
+        if stop <= start:
+            return
+        first, last = start // PIECE * PIECE, min(-(-stop // PIECE) * PIECE, unit.shard_numel)
+        for begin in range(first, last, PIECE):
+            end = min(begin + PIECE, last)
+            whole = self._values(unit, begin, end)
+            low, high = max(start, begin), min(stop, end)
+            whole[low - begin : high - begin] = values[low - start : high - start].to("cpu", whole.dtype)
+            self._put_values(unit, whole, begin)
+
+    def master(self, unit: Unit) -> Tensor:
+        out = torch.empty(unit.shard_numel, dtype=unit.master_dtype, device=unit.device)
+        for start, stop in pieces(unit.shard_numel):
+            out[start:stop] = self._values(unit, start, stop).to(unit.device)
+        return out
+
+    def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
+        if self.optimizer is not None and self.optimizer.takes_at_once(unit, shard):
+            return
+        self.keep_gradient(unit, shard)
+
+    def gradient(self, unit: Unit) -> Tensor | None:
+        if unit not in self._waiting:
+            return None
+        kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
+        return kept if kept is not None else self._read_gradient(unit)
+
+    def drop_gradient(self, unit: Unit) -> None:
+        self._waiting.discard(unit)
+
+    def optimizer_shards(self, unit: Unit) -> Tensor:
+        if self.tier(unit, "remainder").name == "nvme":
+            from zero3 import UnsupportedError
+
+            raise UnsupportedError(
+                "the optimizer states are placed on nvme: only zinf.AdamW keeps its states there. Use it, or place "
+                "the optimizer on 'cpu' or 'device'."
+            )
+        self._lent[unit] = self.master(unit)
+        return self._lent[unit]
+
+    def optimizer_done(self, unit: Unit) -> None:
+        self._put_values(unit, self._lent.pop(unit), 0)
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def _values(self, unit: Unit, start: int, stop: int) -> Tensor:
+        """Master values [start, stop) of the shard, on the CPU; a copy. `start` is a multiple of PIECE."""
+        parts = {
+            kind: self.read(unit, kind, dtype, start, stop) for kind, dtype in unit_states.value_kinds(unit).items()
+        }
+        return unit_states.join(unit, parts)
+
+    def _put_values(self, unit: Unit, values: Tensor, first: int) -> None:
+        """Keep master values from element `first` (a multiple of PIECE) on."""
+        for start, stop in pieces(values.numel()):
+            parts = unit_states.split(unit, values[start:stop].to("cpu"))
+            for kind, part in parts.items():
+                self.tier(unit, kind).start_write(self.key(unit, kind), part, first + start)()
+
+    def read(self, unit: Unit, kind: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """[start, stop) of a kind of state, on the CPU; a copy."""
+        out = torch.empty(stop - start, dtype=dtype)
+        self.tier(unit, kind).start_read(self.key(unit, kind), out, start)()
+        return out
+
+    def write(self, unit: Unit, kind: str, values: Tensor, start: int) -> None:
+        """Keep `values` from element `start` (a multiple of PIECE) on."""
+        self.tier(unit, kind).start_write(self.key(unit, kind), values, start)()
+
+    @contextmanager
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """(numel,) host memory from the pool, inside the block."""
+        buffer = self.tiers.host_pool.take(numel * dtype.itemsize, "staging")
+        part = buffer.flat(numel, dtype)
+        try:
+            yield part
+        finally:
+            del part
+            self.tiers.host_pool.give_back(buffer)
+
+    def create_moments(self, unit: Unit) -> None:
+        """Room for the moments; zeros. Harmless when they exist."""
+        for kind in unit_states.MOMENTS:
+            self.tier(unit, kind).create(self.key(unit, kind), unit.shard_numel, torch.float32)
+
+    # -- gradients that wait ---------------------------------------------------------------------------------
+
+    def keep_gradient(self, unit: Unit, shard: Tensor) -> None:
+        """Let a reduced gradient wait on its tier; a second one is added to it, in float32."""
+        tier, key = self.tier(unit, "grad"), self.key(unit, "grad")
+        if unit in self._waiting:
+            shard = self._read_gradient(unit).float().add_(shard)
+            self._sums.add(unit)
+        dtype = unit_states.grad_dtype(unit, unit in self._sums)
+        if unit.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            dtype = shard.dtype
+        tier.create(key, unit.shard_numel, dtype)
+        if tier.resident(key) is not None:
+            tier.start_write(key, shard)()
+        else:
+            self._start_grad_write(unit, tier, key, shard, dtype)
+        self._waiting.add(unit)
+
+    def _start_grad_write(self, unit: Unit, tier: Tier, key: Key, shard: Tensor, dtype: torch.dtype) -> None:
+        """Behind backward's back: the write reads from a buffer of its own, given back when it is done."""
+        pool = self.tiers.host_pool
+        while len(self._grad_writes) > 1:
+            self._finish_grad_write()
+        buffer = pool.take(unit.shard_numel * dtype.itemsize, f"gradient of {unit.name}")
+        copy = buffer.flat(unit.shard_numel, dtype)
+        copy.copy_(shard)
+        self._grad_writes.append((tier.start_write(key, copy), buffer))
+
+    def _finish_grad_write(self) -> None:
+        wait, buffer = self._grad_writes.pop(0)
+        wait()
+        del wait
+        self.tiers.host_pool.give_back(buffer)  # type: ignore[arg-type]
+
+    def settle_gradients(self) -> None:
+        """Every gradient that goes to a drive is there."""
+        while self._grad_writes:
+            self._finish_grad_write()
+
+    def _read_gradient(self, unit: Unit) -> Tensor:
+        self.settle_gradients()
+        kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
+        if kept is not None:
+            return kept
+        return self.read(unit, "grad", self.waiting_dtype(unit), 0, unit.shard_numel)
+
+    def waiting_dtype(self, unit: Unit) -> torch.dtype:
+        return unit_states.grad_dtype(unit, unit in self._sums)
+
+    def will_accumulate(self, units: Iterable[Unit]) -> None:
+        """Gradients of `units` are sums of several micro-batches: they wait in float32 from the first on."""
+        self._sums.update(units)
+
+    def waits(self, unit: Unit) -> bool:
+        """Whether a gradient of `unit` waits."""
+        return unit in self._waiting
+
+    # -- for people ------------------------------------------------------------------------------------------
+
+    def where(self, unit: Unit) -> dict[str, str]:
+        """Kind of state -> tier, as `report` prints it."""
+        names = {"params": self.tier_name(unit, "param")}
+        if unit.trainable:
+            names["grads"] = self.tier_name(unit, "grad")
+            names["optimizer"] = self.tier_name(unit, "exp_avg")
+        return names
+
+
+def pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the stretches in which states are streamed."""
+    for start in range(0, numel, PIECE):
+        yield start, min(start + PIECE, numel)

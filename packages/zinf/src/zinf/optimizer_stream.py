@@ -1,0 +1,249 @@
+"""The optimizer step in pieces (paper, 5.2): read(k+1) | adam(k) | write(k-1), in bounded memory.
+
+A unit's states may be far larger than the memory there is for them, so they pass in pieces through buffers of the
+one pinned pool. While Adam updates one piece, later ones are on their way in and earlier ones on their way out.
+States that lie in host memory are updated in place, by the same code, without a buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cpu_adam
+from zero3.buffer_pool import PooledBuffer
+from zero3.unit import Unit
+
+from . import unit_states
+from .offload_engine import OffloadEngine, pieces
+from .tiers import Wait
+
+# Settings of one parameter's update, as cpu_adam's segments take them; None: the parameter is left alone.
+SlotSettings = Mapping[int, dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a unit's shard."""
+
+    unit: Unit
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class _Loaded:
+    """The states of a piece in host memory, and what must be written back."""
+
+    states: dict[str, Tensor]
+    arriving: list[Wait] = field(default_factory=list)
+    buffer: PooledBuffer | None = None
+    foreign: set[str] = field(default_factory=set)  # kinds that lie in `buffer`, not in place
+
+
+class OptimizerStream:
+    """Streams pieces of units through Adam.
+
+    budget   bytes of buffers at a time, reads and writes on their way included
+    """
+
+    def __init__(self, engine: OffloadEngine, budget: int):
+        self._engine = engine
+        self._pool = engine.tiers.host_pool
+        self._spans = engine.tiers.spans
+        self.budget = budget
+        self._expected: deque[Piece] = deque()
+        self._loaded: dict[Piece, _Loaded] = {}
+        self._writing: deque[tuple[list[Wait], PooledBuffer]] = deque()
+        self._in_use = 0
+
+    # -- looking ahead ---------------------------------------------------------------------------------------
+
+    def expect(self, units: Iterable[Unit]) -> None:
+        """These units will be updated next, in this order: read ahead as far as the budget goes."""
+        known = {piece.unit for piece in self._expected} | {piece.unit for piece in self._loaded}
+        for unit in units:
+            if unit not in known:
+                self._expected.extend(Piece(unit, start, stop) for start, stop in pieces(unit.shard_numel))
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        self._reap(wait_for=0)
+        while self._expected and self._in_use + self._need(self._expected[0]) <= self.budget:
+            piece = self._expected.popleft()
+            self._loaded[piece] = self._load(piece)
+
+    def forget_expected(self) -> None:
+        """What was read ahead is not wanted: the states are about to change, or the step was aborted."""
+        self._expected.clear()
+        for loaded in self._loaded.values():
+            for wait in loaded.arriving:
+                wait()
+            self._give_back(loaded)
+        self._loaded.clear()
+
+    # -- the update ------------------------------------------------------------------------------------------
+
+    def update(self, unit: Unit, settings: SlotSettings, grad_scale: float, gradient: Tensor | None = None) -> None:
+        """One Adam step on all of `unit`.
+
+        settings   slot index -> lr, betas, eps, weight_decay, step; None leaves the parameter as it is
+        gradient   (shard_numel,) in host memory; None: the one that waits on its tier
+        """
+        for start, stop in pieces(unit.shard_numel):
+            piece = Piece(unit, start, stop)
+            runs = _runs(piece, settings)
+            loaded = self._take(piece, gradient is None)
+            if runs:
+                part = loaded.states["grad"] if gradient is None else gradient[start:stop]
+                with self._spans.running("optimizer", unit.name):
+                    for run in runs:
+                        _adam(unit, loaded.states, part, run, grad_scale)
+            self._store(piece, loaded)
+            self._read_ahead()
+
+    def _take(self, piece: Piece, with_gradient: bool) -> _Loaded:
+        if piece in self._expected:
+            self._expected.remove(piece)
+        loaded = self._loaded.pop(piece, None)
+        if loaded is None:
+            self._reap(wait_for=self._need(piece))
+            loaded = self._load(piece)
+        with self._spans.running("stall", f"states of {piece.unit.name}"):
+            for wait in loaded.arriving:
+                wait()
+        if with_gradient:
+            loaded.states["grad"] = self._gradient(piece)
+        return loaded
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        engine, unit = self._engine, piece.unit
+        kept = engine.in_place(unit, "grad")
+        if kept is not None:
+            return kept[piece.start : piece.stop]
+        return engine.read(unit, "grad", engine.waiting_dtype(unit), piece.start, piece.stop)
+
+    # -- buffers ---------------------------------------------------------------------------------------------
+
+    def _foreign(self, unit: Unit) -> dict[str, torch.dtype]:
+        """Kinds that host code cannot use where they lie."""
+        kinds = unit_states.update_kinds(unit)
+        return {kind: dtype for kind, dtype in kinds.items() if self._engine.in_place(unit, kind) is None}
+
+    def _need(self, piece: Piece) -> int:
+        return piece.numel * sum(dtype.itemsize for dtype in self._foreign(piece.unit).values())
+
+    def _load(self, piece: Piece) -> _Loaded:
+        engine, unit = self._engine, piece.unit
+        foreign = self._foreign(unit)
+        states = {}
+        for kind in unit_states.update_kinds(unit):
+            if kind not in foreign:
+                states[kind] = engine.in_place(unit, kind)[piece.start : piece.stop]  # type: ignore[index]
+        if not foreign:
+            return _Loaded(states)
+        buffer = self._pool.take(self._need(piece), f"optimizer states of {unit.name}")
+        self._in_use += buffer.nbytes
+        loaded = _Loaded(states, buffer=buffer, foreign=set(foreign))
+        offset = 0
+        for kind, dtype in sorted(foreign.items(), key=lambda item: -item[1].itemsize):
+            nbytes = piece.numel * dtype.itemsize
+            states[kind] = buffer.storage[offset : offset + nbytes].view(dtype)
+            offset += nbytes
+            if kind in unit_states.read_kinds(unit):
+                loaded.arriving.append(
+                    engine.tier(unit, kind).start_read(engine.key(unit, kind), states[kind], piece.start)
+                )
+        return loaded
+
+    def _store(self, piece: Piece, loaded: _Loaded) -> None:
+        engine, unit = self._engine, piece.unit
+        waits = [
+            engine.tier(unit, kind).start_write(engine.key(unit, kind), loaded.states[kind], piece.start)
+            for kind in loaded.foreign
+        ]
+        loaded.states.clear()
+        if loaded.buffer is not None:
+            self._writing.append((waits, loaded.buffer))
+
+    def _reap(self, wait_for: int) -> None:
+        """Take back buffers whose writes are done; wait for the oldest until `wait_for` bytes fit."""
+        while self._writing:
+            waits, buffer = self._writing[0]
+            if self._in_use + wait_for <= self.budget and not all(wait.done() for wait in waits):
+                return
+            self._writing.popleft()
+            with self._spans.running("stall", "writing optimizer states"):
+                for wait in waits:
+                    wait()
+            self._in_use -= buffer.nbytes
+            self._pool.give_back(buffer)
+
+    def _give_back(self, loaded: _Loaded) -> None:
+        loaded.states.clear()
+        if loaded.buffer is not None:
+            self._in_use -= loaded.buffer.nbytes
+            self._pool.give_back(loaded.buffer)
+
+    def drain(self) -> None:
+        """All writes are on their tiers."""
+        while self._writing:
+            self._reap(wait_for=self.budget + 1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of a piece without a parameter that must be left alone."""
+
+    start: int
+    stop: int
+    segments: list[tuple[int, int, dict[str, Any]]]
+
+
+def _runs(piece: Piece, settings: SlotSettings) -> list[_Run]:
+    runs: list[_Run] = []
+    open_run = False
+    for slot in piece.unit.slots:
+        start, stop = max(slot.start, piece.start) - piece.start, min(slot.stop, piece.stop) - piece.start
+        if start >= stop:
+            continue
+        wanted = settings.get(slot.index)
+        if wanted is None:
+            open_run = False
+            continue
+        if open_run:
+            last = runs.pop()
+            runs.append(_Run(last.start, stop, [*last.segments, (start - last.start, stop - last.start, wanted)]))
+        else:
+            runs.append(_Run(start, stop, [(0, stop - start, wanted)]))
+        open_run = True
+    return runs
+
+
+def _adam(unit: Unit, states: Mapping[str, Tensor], grad: Tensor, run: _Run, grad_scale: float) -> None:
+    part = {kind: tensor[run.start : run.stop] for kind, tensor in states.items()}
+    first = run.segments[0][2]
+    param, extra = part["param"], {}
+    if "remainder" in part:
+        extra["param_lo"] = part["remainder"]
+    elif "master" in part:
+        param, extra["param_out"] = part["master"], part["param"]
+    cpu_adam.step(
+        param,
+        grad[run.start : run.stop],
+        part["exp_avg"],
+        part["exp_avg_sq"],
+        grad_scale=grad_scale,
+        segments=run.segments,
+        **first,
+        **extra,
+    )

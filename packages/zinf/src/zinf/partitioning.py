@@ -1,0 +1,115 @@
+"""init() and shard(): a model partitioned by zero3, with this package's store and scheduler."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zero3.collectives import Ranks
+from zero3.partition_model import default_device, device_of, partition
+from zero3.partitioned_init import constructing
+from zero3.partitioned_model import PartitionedModel, Settings
+from zero3.shard_store import ShardStore
+
+from .config import Config
+from .errors import ConfigError
+from .offload_engine import OffloadEngine
+from .placement import Placement
+from .prefetcher import Prefetcher
+from .tier_set import TierSet, check_directories, free_space
+
+_TIMEOUT = 300.0  # seconds that a rank waits for the others
+
+
+@contextmanager
+def init(config: Config) -> Iterator[None]:
+    """Modules built inside are partitioned and offloaded as they are built (paper, 7.2). Collective.
+
+    No more than one submodule's full parameters is in memory at a time. ConfigError when a drive has too little
+    room for the whole training state; then nothing is left behind.
+    """
+    settings = _settings(config)
+    ranks = Ranks(config.group, _TIMEOUT)
+    device = default_device()
+    check_directories(config.nvme)
+    tiers = TierSet(device, config.nvme, config.checksum)
+
+    def store_while_building(_: torch.device) -> ShardStore:
+        placement = Placement.of(config.replace(resident=0), device, grad_bytes=0, state_bytes=0)
+        return OffloadEngine(config, placement, tiers)
+
+    made: list[nn.Module] = []
+    try:
+        with constructing(ranks, settings, store_while_building, made.append):
+            yield
+        for module in made:
+            _partition(module, config, ranks, settings, tiers, device)
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def shard(model: nn.Module, config: Config) -> nn.Module:
+    """Partition and offload an existing model, in place; returns it. Collective. Errors as `init`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    device = device_of(model)
+    check_directories(config.nvme)
+    tiers = TierSet(device, config.nvme, config.checksum)
+    try:
+        _partition(model, config, Ranks(config.group, _TIMEOUT), _settings(config), tiers, device)
+    except BaseException:
+        tiers.close()
+        raise
+    return model
+
+
+def engine_of(model: nn.Module) -> tuple[OffloadEngine, PartitionedModel]:
+    """The engine and the machinery of a zinf model. TypeError for any other."""
+    from zero3.partition_model import model_of
+
+    machinery = model_of(model)
+    if not isinstance(machinery.store, OffloadEngine):
+        raise TypeError(f"{type(model).__name__} is not a zinf model: build it with zinf.init or zinf.shard")
+    return machinery.store, machinery
+
+
+def _settings(config: Config) -> Settings:
+    return Settings(config.dtype, config.unit_size, config.shard, config.reduce_dtype)
+
+
+def _partition(
+    module: nn.Module, config: Config, ranks: Ranks, settings: Settings, tiers: TierSet, device: torch.device
+) -> None:
+    shards = ranks.size if "optimizer" in config.shard else 1
+    trained = sum(param.numel() for param in module.parameters() if param.requires_grad) // shards
+    frozen = sum(param.numel() for param in module.parameters() if not param.requires_grad) // shards
+    width = config.dtype.itemsize
+    placement = Placement.of(config, device, trained * width, trained * 16 + frozen * width)
+    _check_space(config, placement, trained, frozen)
+    engine = OffloadEngine(config, placement, tiers)
+    partition(module, ranks, settings, engine, Prefetcher(engine, config.prefetch), device)
+    weakref.finalize(module, tiers.close)
+
+
+def _check_space(config: Config, placement: Placement, trained: int, frozen: int) -> None:
+    """Every byte that training will write must have room before it begins."""
+    width = config.dtype.itemsize
+    needed = 0
+    if placement.params == "nvme":
+        needed += (trained + frozen) * width
+    if placement.optimizer == "nvme":
+        needed += trained * (8 + {2: 2, 4: 0}[width] + (2 if config.dtype is torch.float16 else 0))
+    if placement.grads == "nvme":
+        needed += trained * width
+    needed -= placement.resident
+    free = free_space(config.nvme) if config.nvme else 0
+    if needed > 0 and needed > free:
+        raise ConfigError(
+            f"the training state needs {needed / 1e9:.2f} GB on nvme, but {', '.join(config.nvme)} "
+            f"has {free / 1e9:.2f} GB free: free some, name another directory, or add a drive"
+        )

@@ -1,0 +1,68 @@
+"""How one flat tensor is put on a tier and fetched from it.
+
+A tier keeps tensors by key (unit, kind). `first` counts elements from the start of the kept tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Wait:
+    """The end of a transfer: call it to wait, ask `done()` not to.
+
+    requests   objects with wait() and done(); none: the transfer is over already
+    """
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: Sequence[Any] = ()):
+        self._requests = requests
+
+    def __call__(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+    def done(self) -> bool:
+        return all(request.done() for request in self._requests)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a kept tensor is: of which unit (a number that is never used twice), and which kind of state."""
+
+    unit: int
+    kind: str
+    """"param", "remainder", "master", "exp_avg", "exp_avg_sq" or "grad"."""
+
+    def __str__(self) -> str:
+        return f"{self.unit}.{self.kind}"
+
+
+class Tier(Protocol):
+    """One place for flat tensors."""
+
+    name: str
+
+    def create(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        """Make room; zeros. OSError(ENOSPC) when there is none."""
+
+    def resident(self, key: Key) -> Tensor | None:
+        """The kept tensor itself, where it can be used in place; else None."""
+
+    def start_read(self, key: Key, out: Tensor, first: int = 0) -> Wait:
+        """Fill `out` (n,) from element `first` on; returns the wait."""
+
+    def start_write(self, key: Key, values: Tensor, first: int = 0) -> Wait:
+        """Keep `values` (n,) from element `first` on; they must not change until the wait returns."""
+
+    def free(self, key: Key) -> None:
+        """The room may be used for something else."""
+
+
+NO_WAIT = Wait()

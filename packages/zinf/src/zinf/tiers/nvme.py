@@ -1,0 +1,137 @@
+"""Tier `nvme`: tensors on one or several drives, through deepnvme's Swap.
+
+A tensor is kept as pieces of `PIECE` elements, so that the optimizer can stream a large unit through a small
+buffer, and a large read keeps several requests in flight. Every piece has its own checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import deepnvme
+
+from ..spans import Spans
+from . import NO_WAIT, Key, Wait
+
+# Elements of a piece: 4 MiB of bfloat16, 8 MiB of float32, the request sizes that fill a drive. Whoever reads or
+# writes a part of a tensor begins at a multiple of it.
+PIECE = 2 << 20
+
+_KINDS = {"param": "parameters", "grad": "gradients"}  # all others belong to the optimizer
+
+
+@dataclass
+class Traffic:
+    """Bytes moved since the last reset, by kind of state."""
+
+    read: dict[str, int] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
+
+    def count(self, direction: str, kind: str, nbytes: int) -> None:
+        counter = getattr(self, direction)
+        name = _KINDS.get(kind, "optimizer")
+        counter[name] = counter.get(name, 0) + nbytes
+
+
+class NvmeTier:
+    """Tensors in private swap space, gone when the process ends.
+
+    OSError from the drive (errno, path, offset) surfaces at the wait, and names the piece.
+    """
+
+    name = "nvme"
+
+    def __init__(self, dirs: Sequence[str], checksum: bool, spans: Spans):
+        self.dirs = tuple(dirs)
+        self._engine = deepnvme.Engine()
+        self._swap = deepnvme.Swap(list(dirs), checksum=checksum, engine=self._engine)
+        self._spans = spans
+        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}
+        self.traffic = Traffic()
+        self.nbytes = 0
+        self._closed = False
+
+    @property
+    def backend(self) -> str:
+        """The drive engine in force."""
+        return self._engine.backend
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers pass the page cache by."""
+        return self._engine.direct
+
+    def take_traffic(self) -> Traffic:
+        """Bytes since the last call."""
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
+
+    def create(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        """Room is reserved by writing zeros once: the first write of a block is slow, and no step pays for it."""
+        if self._sizes.get(key) == (numel, dtype):
+            return
+        self.free(key)
+        self._sizes[key] = (numel, dtype)
+        zeros = _zeros(min(PIECE, numel), dtype)
+        requests = [self._swap.put(name, zeros[: stop - start]) for name, start, stop in self._pieces(key, 0, numel)]
+        for request in requests:
+            request.wait()
+        self.nbytes += numel * dtype.itemsize
+
+    def resident(self, key: Key) -> Tensor | None:
+        return None
+
+    def start_read(self, key: Key, out: Tensor, first: int = 0) -> Wait:
+        pieces = self._pieces(key, first, out.numel())
+        requests = [self._swap.get(name, out=out[start - first : stop - first]) for name, start, stop in pieces]
+        return self._watch("read", key, requests, out.nbytes)
+
+    def start_write(self, key: Key, values: Tensor, first: int = 0) -> Wait:
+        pieces = self._pieces(key, first, values.numel())
+        requests = [self._swap.put(name, values[start - first : stop - first]) for name, start, stop in pieces]
+        return self._watch("written", key, requests, values.nbytes)
+
+    def free(self, key: Key) -> None:
+        if key in self._sizes and not self._closed:
+            numel, dtype = self._sizes.pop(key)
+            for name, _, _ in self._named(key, numel):
+                self._swap.pop(name)
+            self.nbytes -= numel * dtype.itemsize
+
+    def close(self) -> None:
+        self._closed = True
+        self._swap.close()
+        self._engine.close()
+
+    def _named(self, key: Key, numel: int) -> list[tuple[str, int, int]]:
+        return [
+            (f"{key}.{start // PIECE}", start, min(start + PIECE, numel)) for start in range(0, max(numel, 1), PIECE)
+        ]
+
+    def _pieces(self, key: Key, first: int, count: int) -> list[tuple[str, int, int]]:
+        numel, _ = self._sizes[key]
+        stop = first + count
+        assert first % PIECE == 0 and (stop % PIECE == 0 or stop == numel), (key, first, count, numel)
+        return [piece for piece in self._named(key, numel) if piece[1] >= first and piece[2] <= stop]
+
+    def _watch(self, direction: str, key: Key, requests: list, nbytes: int) -> Wait:
+        self.traffic.count(direction, key.kind, nbytes)
+        if not requests:
+            return NO_WAIT
+        ended = self._spans.begin("nc" if direction == "read" else "write", str(key))
+        requests[-1].add_done_callback(lambda _: ended())
+        return Wait(requests)
+
+
+_zero_pieces: dict[torch.dtype, Tensor] = {}
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    kept = _zero_pieces.get(dtype)
+    if kept is None or kept.numel() < numel:
+        kept = _zero_pieces[dtype] = deepnvme.empty(numel * dtype.itemsize).torch().view(dtype).zero_()
+    return kept
