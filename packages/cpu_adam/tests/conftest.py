@@ -30,7 +30,7 @@ def hard_values():
 
 @pytest.fixture
 def hard_arrays():
-    """(param, grad, exp_avg, exp_avg_sq), float32: a few thousand elements, a third of them hard values in all mixtures."""
+    """(param, grad, exp_avg, exp_avg_sq), float32: some thousand elements, a third hard values in all mixtures."""
     rng = np.random.default_rng(7)
     numel, hard = 6000 + 37, hard_floats()
     arrays = []

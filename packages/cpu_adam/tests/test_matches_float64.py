@@ -108,8 +108,8 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_element_only():
     spoilt = [10, 20, 30]
     assert np.all(np.isnan(param[spoilt]))
     assert np.all(np.isfinite(np.delete(param, spoilt)))
-    assert m[10] == np.inf and m[20] == -np.inf and np.isnan(m[30])
-    assert v[10] == np.inf and v[20] == np.inf and np.isnan(v[30])
+    np.testing.assert_array_equal(m[spoilt], [np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(v[spoilt], [np.inf, np.inf, np.nan])
 
 
 def test_an_infinite_variance_stays_one():
@@ -118,11 +118,13 @@ def test_an_infinite_variance_stays_one():
     start = param.copy()
     for betas in [(0.9, 0.999), (0.5, 0.5), (0.75, 0.25)]:
         cpu_adam.step(param, np.ones(10, np.float32), m, v, step=1, lr=1e-3, betas=betas)
-    assert np.all(np.isinf(v)) and np.array_equal(param, start)
+    assert np.all(np.isinf(v))
+    assert np.array_equal(param, start)
 
 
 def test_step_zero_learning_rate_leaves_parameters():
     param, m, v, rng = random_arrays(100)
     start = param.copy()
     cpu_adam.step(param, rng.standard_normal(100).astype(np.float32), m, v, step=1, lr=0.0, weight_decay=0.1)
-    assert np.array_equal(param, start) and np.all(m != 0)
+    assert np.array_equal(param, start)
+    assert np.all(m != 0)
