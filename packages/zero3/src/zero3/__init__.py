@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch as _torch
 from torch import nn as _nn
 
-from . import optimizer_pieces as _optimizer_pieces
 from .errors import RankMismatchError, StaleViewError, StateError, UnsupportedError, Zero3Error
 from .external_parameters import register_external, units
 from .full_state import load_state_dict, state_dict
@@ -60,16 +59,14 @@ __all__ = [
 def no_sync(model: _nn.Module) -> Iterator[None]:
     """Accumulate unreduced gradients inside: no communication, one full gradient on every rank.
 
-    The first backward outside reduces all of it. Without it, reduced shards accumulate.
+    The first backward outside reduces all of it, or else the optimizer's step. Without it, reduced shards accumulate.
     """
     gradients = _model_of(model).gradients
-    gradients.settle()
-    gradients.sync = False
+    gradients.synchronise(False)
     try:
         yield
     finally:
-        gradients.settle()
-        gradients.sync = True
+        gradients.synchronise(True)
 
 
 def full_shape(param: _torch.Tensor) -> _torch.Size:
@@ -81,5 +78,3 @@ def missing_grads(model: _nn.Module) -> list[str]:
     """Names of trainable parameters that got no gradient, on any rank, in the last backward. Collective."""
     return _model_of(model).gradients.missing_names()
 
-
-del _optimizer_pieces

@@ -20,6 +20,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     machinery = model_of(model)
     machinery.border()
+    machinery.gradients.settle(reduce_all=True)
     parts = list(_local_gradients(model))
     squares = torch.zeros(2, dtype=torch.float64)
     for part, everywhere in parts:

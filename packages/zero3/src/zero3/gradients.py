@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import collectives
+from . import collectives, unit_state
+from .errors import UnsupportedError
 from .own_hook import OwnHook
 from .parameter_forms import ShardGradient, raw_grad, set_raw_grad, without_noticing
 from .unit_state import GradState, move_grad
@@ -38,7 +39,7 @@ class _Reduction:
     """A unit's reduce-scatter on its way: the wait, and the memory that it uses until then."""
 
     def __init__(self, unit: Unit, wait, buffers, slots: list[int]):
-        self.unit, self.wait, self.buffers, self.slots = unit, wait, buffers, slots
+        self.unit, self.wait, self.buffers, self.slots = unit, wait, buffers, set(slots)
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
 
 
@@ -51,8 +52,10 @@ class Gradients:
         self._hooks: dict[ParamSlot, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: list[_Reduction] = []
         self._reduced: set[Unit] = set()  # in the backward that is not settled yet
+        self._arrivals: set[ParamSlot] = set()  # in that backward
         self._unsettled = False
-        self.sync = True  # False inside no_sync
+        self._sync = True  # False inside no_sync
+        self._holds_unsynced = False  # a no_sync block has run since the last reduction; the same on every rank
         self._missing: list[str] = []
 
     # -- events ----------------------------------------------------------------------------------------------
@@ -77,6 +80,11 @@ class Gradients:
         set_raw_grad(slot.param, None)
         if grad is None:
             return
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {slot.name} is {grad.layout}: a partitioned one must be dense "
+                "(for an embedding: sparse=False)"
+            )
         unit = slot.unit
         task = torch._C._current_graph_task_id()
         awaited = unit.awaited.get(task)
@@ -85,6 +93,7 @@ class Gradients:
             self._model.backward_runs()
             awaited = unit.awaited[task] = self._will_come(unit)
             self._begin(unit)
+        self._arrivals.add(slot)
         earlier = unit.fresh_grads.get(slot.index)
         unit.fresh_grads[slot.index] = grad if earlier is None else earlier.add_(grad)
         awaited.discard(slot.index)
@@ -97,6 +106,9 @@ class Gradients:
         """→ ACCUMULATING. An earlier part of the same backward (a reentrant segment) may still be on its way."""
         if unit.reducing is not None:
             self._finish(unit)
+        if unit.grad_state is GradState.COMMITTED:
+            self._model.store.before_use(unit)  # the update that owns the gradient must run before it changes
+            move_grad(unit, GradState.NONE)
         if unit.grad_state is not GradState.ACCUMULATING:
             move_grad(unit, GradState.ACCUMULATING)
 
@@ -109,7 +121,7 @@ class Gradients:
         }
 
     def _complete(self, unit: Unit) -> None:
-        if self.sync:
+        if self._sync:
             self._reduce(unit)
         else:
             self._keep_unsynced(unit)
@@ -210,35 +222,35 @@ class Gradients:
 
     # -- borders ---------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Bring every reduction to rest. Collective: all ranks come here at the same borders."""
-        if not self._unsettled or torch._C._current_graph_task_id() != -1:
+    def expect_backward(self) -> None:
+        """A forward that may be differentiated begins: all ranks agree on its gradients at the next border."""
+        self._unsettled = True
+
+    def synchronise(self, sync: bool) -> None:
+        """Whether gradients are reduced when they are complete, from here on."""
+        self.settle()
+        self._sync = sync
+        self._holds_unsynced = True
+
+    def settle(self, reduce_all: bool = False) -> None:
+        """Bring every reduction to rest. Collective: all ranks come here at the same borders.
+
+        reduce_all   what no_sync has left waiting is reduced too
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not (self._unsettled or (reduce_all and self._sync and self._holds_unsynced)):
             return
         self._unsettled = False
         self._drop_broken()
-        if self.sync:
-            self._agree()
+        arrivals, self._arrivals = self._arrivals, set()
+        if self._sync:
+            arrivals = self._agree(arrivals)
+            self._holds_unsynced = False
         self._reduced.clear()
         while self._in_flight:
             self._finish(self._in_flight[0].unit)
-        self._note_missing()
-
-    def missing_names(self) -> list[str]:
-        """Trainable parameters that got no gradient in the last backward, by their first name. Collective."""
-        self.settle()
-        plain = [slot for unit in self._model.units if unit.plain for slot in unit.slots]
-        return self._missing + [slot.name for slot in plain if slot.param.requires_grad and slot.param.grad is None]
-
-    def _note_missing(self) -> None:
-        self._missing = [
-            slot.name
-            for unit in self._model.units
-            for slot in unit.slots
-            if not unit.plain
-            and slot.param.requires_grad
-            and not slot.has_grad
-            and slot.index not in unit.unsynced_slots
-        ]
+        self._note_missing(arrivals)
 
     def _drop_broken(self) -> None:
         """A backward that raised leaves units half complete; their gradients count for nothing."""
@@ -247,69 +259,96 @@ class Gradients:
                 log.warning("unit %s: its gradient of an aborted backward is dropped", unit.name)
                 unit.awaited.clear()
                 unit.fresh_grads.clear()
-                if unit.grad_state is GradState.ACCUMULATING and unit.unsynced is None:
-                    move_grad(unit, GradState.NONE)
-                    if any(slot.has_grad for slot in unit.slots):
-                        unit.grad_state = GradState.REDUCED
+                if unit.unsynced is None:
+                    unit_state.forget_fresh(unit, reduced=any(slot.has_grad for slot in unit.slots))
 
-    def _agree(self) -> None:
-        """Units that only other ranks used in this backward: take part in their reduction, with zeros."""
-        model = self._model
-        if model.ranks.size == 1:
-            return
-        units = [unit for unit in model.units if not unit.plain]
+    def _agree(self, arrivals: set[ParamSlot]) -> set[ParamSlot]:
+        """Reduce what is left: what no_sync kept, and, with zeros, units that only other ranks used.
+
+        Returns the parameters that got a gradient on any rank.
+        """
+        ranks = self._model.ranks
+        units = [unit for unit in self._model.units if not unit.plain]
         slots = [slot for unit in units for slot in unit.slots]
-        mine = [unit in self._reduced for unit in units]
-        mine += [slot.has_grad or (slot.unit.reducing is not None and slot.index in slot.unit.reducing.slots) for slot in slots]
-        flags = torch.tensor(mine, dtype=torch.uint8)
-        all_flags = model.ranks.maximum(flags, "agreeing which parameters have a gradient").tolist()
-        for unit, flag in zip(units, all_flags, strict=False):
-            if flag and unit not in self._reduced:
+        flags = [unit in self._reduced or unit.unsynced is not None for unit in units]
+        flags += [slot in arrivals or slot.index in slot.unit.unsynced_slots for slot in slots]
+        if ranks.size > 1:
+            what = "agreeing which parameters have a gradient"
+            flags = ranks.maximum(torch.tensor(flags, dtype=torch.uint8, device=self._model.device), what).tolist()
+        for unit, due in zip(units, flags, strict=False):
+            if due and unit not in self._reduced:
                 self._begin(unit)
                 self._reduce(unit)
-        for slot, flag in zip(slots, all_flags[len(units) :], strict=True):
-            if flag and slot.unit.reducing is not None:
-                slot.unit.reducing.slots = sorted({*slot.unit.reducing.slots, slot.index})
-            elif flag:
+        with_gradient = {slot for slot, flag in zip(slots, flags[len(units) :], strict=True) if flag}
+        for slot in with_gradient:
+            if slot.unit.reducing is not None:
+                slot.unit.reducing.slots.add(slot.index)
+            else:
                 slot.has_grad = True
+        return with_gradient
 
     # -- what user code sees ---------------------------------------------------------------------------------
 
-    def visible(self, slot: ParamSlot) -> Tensor | None:
-        """`param.grad`: this rank's part of the reduced gradient."""
+    def missing_names(self) -> list[str]:
+        """Trainable parameters that got no gradient in the last backward, by their first name. Collective."""
         self.settle()
-        if not slot.has_grad:
-            return None
-        stored = self._model.store.gradient(slot.unit)
-        if stored is None:
-            return None
-        part = slot.piece_of(stored).as_subclass(ShardGradient)
-        part._zero3 = slot
-        return part
+        plain = [slot for unit in self._model.units if unit.plain for slot in unit.slots]
+        return self._missing + [slot.name for slot in plain if slot.param.requires_grad and slot.param.grad is None]
+
+    def _note_missing(self, arrivals: set[ParamSlot]) -> None:
+        slots = [slot for unit in self._model.units if not unit.plain for slot in unit.slots]
+        self._missing = [slot.name for slot in slots if slot.param.requires_grad and slot not in arrivals]
+
+    def visible(self, slot: ParamSlot) -> Tensor | None:
+        """`param.grad`: this rank's part of the reduced gradient; inside no_sync, all of this rank's own."""
+        self.settle(reduce_all=True)
+        unit = slot.unit
+        if slot.has_grad:
+            stored = self._model.store.gradient(unit)
+            if stored is None:
+                return None
+            part = slot.piece_of(stored).as_subclass(ShardGradient)
+            part._zero3 = slot
+            return part
+        return slot.view_of(unit.unsynced) if slot.index in unit.unsynced_slots else None  # type: ignore[arg-type]
 
     def assign(self, slot: ParamSlot, value: Tensor | None) -> None:
         """`param.grad = value`."""
         self.settle()
-        unit = slot.unit
         if value is None:
-            slot.has_grad = False
-            unit.unsynced_slots.discard(slot.index)
-            if unit.unsynced is not None:
-                slot.view_of(unit.unsynced).zero_()
-            if not any(other.has_grad for other in unit.slots) and unit.grad_state is not GradState.NONE:
-                unit.unsynced, unit.unsynced_slots = None, set()
-                self._model.store.drop_gradient(unit)
-                if unit.grad_state in (GradState.ACCUMULATING, GradState.REDUCED, GradState.COMMITTED):
-                    move_grad(unit, GradState.NONE)
+            self._drop(slot)
             return
+        piece = slot.piece_of(self._stored(slot.unit))
+        if value.shape != piece.shape:
+            raise UnsupportedError(
+                f"the gradient of {slot.name} cannot become {tuple(value.shape)}: this rank's part of it is "
+                f"{tuple(piece.shape)}"
+            )
+        with without_noticing(), torch.no_grad():
+            piece.copy_(value)
+        slot.has_grad = True
+
+    def _drop(self, slot: ParamSlot) -> None:
+        unit = slot.unit
+        slot.has_grad = False
+        if slot.index in unit.unsynced_slots:
+            unit.unsynced_slots.discard(slot.index)
+            slot.view_of(unit.unsynced).zero_()  # type: ignore[arg-type]
+        if any(other.has_grad for other in unit.slots) or unit.unsynced_slots:
+            return
+        unit.unsynced = None
+        self._model.store.drop_gradient(unit)
+        if unit.grad_state in (GradState.ACCUMULATING, GradState.REDUCED, GradState.COMMITTED):
+            move_grad(unit, GradState.NONE)
+
+    def _stored(self, unit: Unit) -> Tensor:
+        """The stored gradient of the unit's shard; zeros when there was none."""
         stored = self._model.store.gradient(unit)
         if stored is None:
             zeros = torch.zeros(unit.shard_numel, dtype=unit.master_dtype, device=unit.device)
-            move_grad(unit, GradState.ACCUMULATING)
-            move_grad(unit, GradState.REDUCING)
+            for state in (GradState.ACCUMULATING, GradState.REDUCING):
+                move_grad(unit, state)
             self._model.store.gradient_arrived(unit, zeros)
             move_grad(unit, GradState.REDUCED)
             stored = self._model.store.gradient(unit)
-        with without_noticing(), torch.no_grad():
-            slot.piece_of(stored).copy_(value.view(slot.piece_of(stored).shape))
-        slot.has_grad = True
+        return stored  # type: ignore[return-value]

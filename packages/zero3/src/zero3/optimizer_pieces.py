@@ -2,10 +2,13 @@
 
 torch's global step hooks fire for every subclass of Optimizer. Before a step each partitioned parameter becomes
 its piece of the shard, with its piece of the gradient; after it, the placeholder again. The hook after a step does
-not fire when the step raises, so the one before is made to find pieces that were left behind.
+not fire when the step raises, so the model's next border looks for pieces that were left behind.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -13,6 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import parameter_forms
 from .errors import UnsupportedError
 from .unit import ParamSlot, Unit
+
+if TYPE_CHECKING:
+    from .partitioned_model import PartitionedModel
 
 # Their update looks at a whole matrix, or at all parameters together: on a piece it would be another optimizer.
 _NOT_ELEMENT_WISE = {"Adafactor", "LBFGS", "LAMB", "Lamb", "LARS", "Muon", "Shampoo", "SOAP", "SM3", "SparseAdam"}
@@ -33,20 +39,50 @@ def _units(optimizer: Optimizer) -> dict[Unit, list[ParamSlot]]:
     return units
 
 
-def before_step(optimizer: Optimizer, args, kwargs) -> None:
+def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Every partitioned parameter of `optimizer` becomes this rank's piece."""
     if handles_partitioned(optimizer):
-        return
+        return None
     units = _units(optimizer)
     if not units:
-        return
+        return None
     if any(unit.model.shard_ranks > 1 for unit in units) and type(optimizer).__name__ in _NOT_ELEMENT_WISE:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not element-wise: on partitioned parameters it would compute something "
             "else. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
         )
+    _present(units)
+    return _with_whole_parameters(optimizer, args, kwargs)
+
+
+def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Back to the forms that the model knows; the shards have new values."""
+    if handles_partitioned(optimizer):
+        return
+    units = _units(optimizer)
+    for unit, slots in units.items():
+        for slot in slots:
+            slot.changes += slot.has_grad
+        _withdraw(unit, slots)
+    for model in {unit.model for unit in units}:
+        model.scheduler.optimizer_stepped()
+
+
+def recover(model: PartitionedModel) -> None:
+    """A step has raised and left pieces behind: back to the forms that the model knows."""
+    left = dict(model.pieces)
+    for unit in dict.fromkeys(slot.unit for slot in left):
+        slots = [slot for slot in unit.slots if slot in left]
+        zeroed = [slot for slot in slots if left[slot] and parameter_forms.raw_grad(slot.param) is None]
+        _withdraw(unit, slots)
+        for slot in zeroed:  # by a zero_grad() since
+            slot.param.grad = None
+
+
+def _present(units: dict[Unit, list[ParamSlot]]) -> None:
     for model in {unit.model for unit in units}:
         model.border()
+        model.gradients.settle(reduce_all=True)
     for unit, slots in units.items():
         stored = unit.model.store.gradient(unit)
         if not unit.permanent:
@@ -55,24 +91,36 @@ def before_step(optimizer: Optimizer, args, kwargs) -> None:
         for slot in slots:
             grad = slot.piece_of(stored) if stored is not None and slot.has_grad else None
             parameter_forms.present_piece(slot, slot.piece_of(shard), grad)
+            unit.model.pieces[slot] = grad is not None
 
 
-def after_step(optimizer: Optimizer, args, kwargs) -> None:
-    """Back to the forms that the model knows; the shards have new values."""
-    if handles_partitioned(optimizer):
-        return
-    units = _units(optimizer)
-    for unit, slots in units.items():
+def _withdraw(unit: Unit, slots: list[ParamSlot]) -> None:
+    for slot in slots:
+        parameter_forms.withdraw_piece(slot)
+        unit.model.pieces.pop(slot, None)
+    unit.model.store.optimizer_done(unit)
+    if unit.permanent:
+        unit.flat = unit.model.store.resident(unit)
         for slot in slots:
-            parameter_forms.withdraw_piece(slot)
-            slot.changes += slot.has_grad
-        unit.model.store.optimizer_done(unit)
-        if unit.permanent:
-            unit.flat = unit.model.store.resident(unit)
-            for slot in slots:
-                parameter_forms.gather(slot, slot.view_of(unit.flat))
-    for model in {unit.model for unit in units}:
-        model.scheduler.optimizer_stepped()
+            parameter_forms.gather(slot, slot.view_of(unit.flat))
+
+
+def _with_whole_parameters(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The step's arguments; a closure among them sees the model as it is outside of steps."""
+
+    def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            units = _units(optimizer)
+            for unit, slots in units.items():
+                _withdraw(unit, slots)
+            loss = closure()
+            _present(units)
+            return loss
+
+        return evaluate
+
+    args = tuple(around(value) if position and callable(value) else value for position, value in enumerate(args))
+    return args, {name: around(value) if callable(value) else value for name, value in kwargs.items()}
 
 
 register_optimizer_step_pre_hook(before_step)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import collectives, parameter_forms, unit_state
+from . import collectives, optimizer_pieces, parameter_forms, unit_state
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .gradients import Gradients
@@ -81,6 +81,7 @@ class PartitionedModel:
         self._unit_count = 0
         self.pool = store.pool
         self.gradients = Gradients(self, settings.reduce_dtype)
+        self.pieces: dict[ParamSlot, bool] = {}  # handed to an optimizer's step that runs, or that raised; with a gradient?
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
         self.depth = 0  # how many hooked modules run now, one inside the other
@@ -149,6 +150,8 @@ class PartitionedModel:
             flat = unit.buffer.flat(unit.padded_numel, unit.dtype)
             unit.pending = self.store.start_read(unit, unit.own_slice(flat))
             unit.flat = flat
+        else:
+            self.store.before_use(unit)
         move_param(unit, ParamState.READING)
 
     def start_gather(self, unit: Unit) -> None:
@@ -324,12 +327,16 @@ class PartitionedModel:
         for unit in self.units:  # those that no gather will look at
             if unit.unwatched and (unit.permanent or unit.state is ParamState.READY):
                 self.gradients.watch(unit)
+        if torch.is_grad_enabled():
+            self.gradients.expect_backward()
         self.scheduler.step_begins()
 
     def border(self) -> None:
         """Between forwards, backwards and steps: gradients at rest, nothing gathered by chance."""
         if torch._C._current_graph_task_id() != -1:
             return
+        if self.pieces:
+            optimizer_pieces.recover(self)
         self.gradients.settle()
         self.forget_noticed()
         for unit in self.units:

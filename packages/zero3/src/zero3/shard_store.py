@@ -41,6 +41,9 @@ class ShardStore(Protocol):
         The values must be up to date: an update that waits for this unit runs first.
         """
 
+    def before_use(self, unit: Unit) -> None:
+        """A resident unit is about to be used in place: an update that waits for it runs now."""
+
     def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
         """[start, stop) of the shard was changed from outside to `values` (gathered or master dtype).
 
@@ -95,6 +98,9 @@ class InMemoryStore:
     def start_read(self, unit: Unit, out: Tensor) -> Callable[[], None]:
         out.copy_(self._shards[unit])
         return lambda: None
+
+    def before_use(self, unit: Unit) -> None:
+        """Nothing waits: torch's optimizers update within their step."""
 
     def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
         target = self._shards[unit][start:stop]

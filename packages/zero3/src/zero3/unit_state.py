@@ -76,6 +76,11 @@ def move_grad(unit, target: GradState) -> None:
     unit.grad_state = target
 
 
+def forget_fresh(unit, reduced: bool) -> None:
+    """A backward was aborted: the gradient is what earlier ones left, reduced or nothing."""
+    unit.grad_state = GradState.REDUCED if reduced else GradState.NONE
+
+
 def abort(unit) -> None:
     """The way back after an exception in mid-step."""
     unit.state = ParamState.SHARDED
