@@ -78,8 +78,6 @@ class CPUAdam(torch.optim.Optimizer):
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step and leaves unscaling to us,
     # which costs nothing: it is one factor in the pass that is made anyway.
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -92,9 +90,10 @@ class CPUAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.found_inf is not None and self.found_inf.item() != 0:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item() != 0:
             return loss
-        unscale = 1.0 if self.grad_scale is None else 1.0 / self.grad_scale.item()
+        unscale = 1.0 if scale is None else 1.0 / scale.item()
 
         updates = [
             (p, group, name)
