@@ -30,11 +30,19 @@ bool cannot_reserve(int code) {
   return code == EOPNOTSUPP || code == ENOSYS || code == EINVAL || code == ENODEV || code == ESPIPE || code == EPERM;
 }
 
+// Only where a filesystem cannot reserve.
+int lengthen(int fd, uint64_t nbytes) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) return errno;
+  if (static_cast<uint64_t>(status.st_size) >= nbytes) return 0;
+  return ::ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+}
+
 // The nearest to a reservation where there is none: check that the room is there now, then set the length.
 int grow_sparse(int fd, uint64_t nbytes, uint64_t present) {
   struct statvfs fs {};
   if (::fstatvfs(fd, &fs) == 0 && nbytes > present && fs.f_bavail * fs.f_frsize < nbytes - present) return ENOSPC;
-  return ::ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+  return lengthen(fd, nbytes);
 }
 
 }  // namespace
@@ -42,9 +50,8 @@ int grow_sparse(int fd, uint64_t nbytes, uint64_t present) {
 File::File(std::vector<FileMember> members, uint64_t stripe, Alignment alignment)
     : members_(std::move(members)), stripe_(stripe), alignment_(alignment), direct_(all_direct(members_)) {
   struct stat status {};
-  const bool regular = ::fstat(members_.front().cached.get(), &status) == 0 && S_ISREG(status.st_mode);
-  extendable_ = regular && members_.size() == 1;
-  known_nbytes_ = extendable_ ? static_cast<uint64_t>(status.st_size) : 0;
+  extendable_ = ::fstat(members_.front().cached.get(), &status) == 0 && S_ISREG(status.st_mode);
+  known_nbytes_ = extendable_ && members_.size() == 1 ? static_cast<uint64_t>(status.st_size) : 0;
 }
 
 std::string File::path() const {
@@ -61,13 +68,7 @@ IoError File::reserve(uint64_t nbytes) {
     int code = fallocate_range(fd, 0, share);
     if (cannot_reserve(code)) {
       struct stat status {};
-      if (::fstat(fd, &status) != 0) {
-        code = errno;
-      } else if (static_cast<uint64_t>(status.st_size) >= share) {
-        code = 0;
-      } else {
-        code = grow_sparse(fd, share, static_cast<uint64_t>(status.st_blocks) * 512);
-      }
+      code = ::fstat(fd, &status) == 0 ? grow_sparse(fd, share, static_cast<uint64_t>(status.st_blocks) * 512) : errno;
     }
     if (code) return {code, "reserve", members_[i].path, 0, static_cast<size_t>(share), 0, ""};
   }
@@ -80,20 +81,22 @@ IoError File::prepare_write(uint64_t offset, size_t nbytes) {
   const uint64_t end = offset + nbytes;
   const uint64_t known = known_nbytes_.load(std::memory_order_relaxed);
   if (end <= known) return {};
-  const int fd = members_.front().cached.get();
-  if (nbytes == 0) {
-    // No byte will be written that could lengthen the file, and its length must be `offset` all the same.
-    struct stat status {};
-    if (::fstat(fd, &status) == 0 && static_cast<uint64_t>(status.st_size) < end &&
-        ::ftruncate(fd, static_cast<off_t>(end)) != 0) {
-      return {errno, "write", path(), offset, nbytes, 0, ""};
-    }
-  } else if (end - std::max(known, offset) >= kWorthReserving) {
-    const int code = fallocate_range(fd, std::max(known, offset), end);
-    if (code && !cannot_reserve(code)) return {code, "write", path(), offset, nbytes, 0, ""};
-    if (code) return {};
-  } else {
-    return {};  // known_nbytes_ stays: the write itself may fail
+  const unsigned count = static_cast<unsigned>(members_.size());
+  const bool large = end - std::max(known, offset) >= kWorthReserving;
+  // One byte at least is written to a plain file, and that lengthens it. A striped one is lengthened here, since the
+  // members that this write does not reach must grow as well; so is a plain one by an empty write.
+  if (count == 1 && nbytes > 0 && !large) return {};
+  for (unsigned i = 0; i < count; ++i) {
+    const uint64_t share = member_nbytes(end, i, count, stripe_);
+    const uint64_t share_before = std::max(member_nbytes(known, i, count, stripe_), member_nbytes(offset, i, count, stripe_));
+    if (share <= member_nbytes(known, i, count, stripe_)) continue;
+    // Reserving the last byte alone lengthens the file too. ftruncate would do it without taking a block, but could
+    // cut off what another request has written behind it meanwhile.
+    const uint64_t begin = large ? std::min(share_before, share - 1) : share - 1;
+    const int fd = members_[i].cached.get();
+    int code = fallocate_range(fd, begin, share);
+    if (cannot_reserve(code)) code = lengthen(fd, share);
+    if (code) return {code, "write", members_[i].path, offset, nbytes, 0, ""};
   }
   uint64_t seen = known;
   while (seen < end && !known_nbytes_.compare_exchange_weak(seen, end, std::memory_order_relaxed)) {

@@ -38,8 +38,8 @@ class File {
   // Reserves [0, nbytes) on the drive; the file grows to that length. Throws nothing: returns what failed.
   IoError reserve(uint64_t nbytes);
 
-  // Ahead of a write that makes a plain file longer: reserves the new part, so that the pieces may be written side
-  // by side (extending writes go one by one in the kernel) and a full drive says so at once.
+  // Ahead of a write that makes the file longer: reserves the new part, so that the pieces may be written side by
+  // side (extending writes go one by one in the kernel) and a full drive says so at once.
   IoError prepare_write(uint64_t offset, size_t nbytes);
 
   // fdatasync of every member.
@@ -50,8 +50,8 @@ class File {
   uint64_t stripe_;
   Alignment alignment_;
   bool direct_;
-  bool extendable_;                     // a single regular file
-  std::atomic<uint64_t> known_nbytes_;  // a lower bound of its length, unless someone else truncates it
+  bool extendable_;                     // regular files, no devices
+  std::atomic<uint64_t> known_nbytes_;  // a lower bound of the length, unless someone else truncates it
 };
 
 }  // namespace deepnvme

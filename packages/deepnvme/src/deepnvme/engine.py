@@ -96,7 +96,7 @@ class Engine:
         Raises the first failure that no `wait` has raised. Not durability: see `sync`.
         """
         self._check_usable()
-        self._wait_for([entry.request for entry in self._in_flight.entries()])
+        self._wait_for_all()
         self._in_flight.let_go()
         finished = self._core.counters()["finished"]
         count, self._flushed = finished - self._flushed, finished
@@ -210,6 +210,8 @@ class Engine:
         self._check_process()
         return self._core.cancel(request)
 
+    # -- inside ------------------------------------------------------------------------------------------------
+
     def _start(self, wanted: str, threads: int | None) -> tuple[str, int, _core.Engine]:
         """The backend of that name, or with "auto" the best one that works here with these settings."""
         names = _core.backend_names()
@@ -229,11 +231,13 @@ class Engine:
                 return name, count, core
         raise refusals[-1]
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _wait_for(self, requests: list[_core.Request]) -> None:
         for request in requests:
             self._core.wait(request, None)
+            self._in_flight.let_go_of(request)
+
+    def _wait_for_all(self) -> None:
+        self._wait_for([entry.request for entry in self._in_flight.entries()])
 
     def _open_path(self, path: PathLike, writes: bool) -> File:
         name = os.fsdecode(path)
@@ -247,8 +251,7 @@ class Engine:
             # Out of descriptors, perhaps only because of requests under way, which hold their files open.
             if e.errno not in _OUT_OF_DESCRIPTORS or not self._in_flight.entries():
                 raise
-            self._wait_for([entry.request for entry in self._in_flight.entries()])
-            self._in_flight.let_go()
+            self._wait_for_all()
             opened = File(name, mode, direct=self._direct_setting)
         self._open_paths[name, mode] = opened
         return opened

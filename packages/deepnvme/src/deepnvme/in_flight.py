@@ -49,6 +49,13 @@ class InFlight:
                 self._note_failure(entry.request)
         # Arrays and files are released here, outside the lock: releasing may run anyone's finalizer.
 
+    def let_go_of(self, request: _core.Request) -> None:
+        """Forgets one that is done but perhaps not listed as finished yet."""
+        with self._lock:
+            entry = self._entries.pop(request.id, None)
+        if entry is not None:
+            self._note_failure(request)
+
     def settle(self, request: _core.Request) -> None:
         """Someone waited for this one and hears of its failure, if any."""
         with self._lock:

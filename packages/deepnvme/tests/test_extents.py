@@ -1,0 +1,63 @@
+"""Ranges handed out never overlap, lie within the capacity, and join again."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme.extents import Extents
+
+OPERATIONS = st.lists(st.tuples(st.booleans(), st.integers(1, 100_000), st.integers(0, 1000)), max_size=80)
+
+
+@given(OPERATIONS, st.none() | st.integers(0, 400_000))
+def test_against_a_map_of_every_page(operations, capacity):
+    extents = Extents(capacity)
+    taken: dict[int, int] = {}  # page -> which range has it
+    ranges: list[tuple[int, int]] = []
+    for allocate, nbytes, which in operations:
+        if allocate or not ranges:
+            start = extents.allocate(nbytes)
+            pages = -(-nbytes // 4096)
+            if start is None:
+                assert capacity is not None
+                free = [page not in taken for page in range(capacity // 4096)]
+                runs = "".join("f" if f else "t" for f in free).split("t")
+                assert max(map(len, runs), default=0) < pages
+                continue
+            assert start % 4096 == 0
+            mine = range(start // 4096, start // 4096 + pages)
+            assert not any(page in taken for page in mine)
+            if capacity is not None:
+                assert (mine.stop) * 4096 <= capacity
+            taken.update(dict.fromkeys(mine, nbytes))
+            ranges.append((start, nbytes))
+        else:
+            start, nbytes = ranges.pop(which % len(ranges))
+            for page in range(start // 4096, start // 4096 + -(-nbytes // 4096)):
+                del taken[page]
+            extents.free(start, nbytes)
+        assert extents.used == len(taken) * 4096
+    for start, nbytes in ranges:
+        extents.free(start, nbytes)
+    assert extents.used == 0
+    if extents.end:
+        assert extents.allocate(extents.end) == 0  # one range again
+
+
+def test_smallest_fitting_range_is_taken():
+    extents = Extents(None, unit=1)
+    starts = [extents.allocate(n) for n in (10, 1, 5, 1, 7, 1)]
+    for i in (0, 2, 4):
+        extents.free(starts[i], (10, 1, 5, 1, 7, 1)[i])
+    assert extents.allocate(6) == starts[4]
+    assert extents.allocate(5) == starts[2]
+    assert extents.allocate(11) == 25
+
+
+def test_free_range_at_the_end_is_lengthened():
+    extents = Extents(None, unit=1)
+    assert extents.allocate(10) == 0
+    extents.free(0, 10)
+    assert extents.allocate(15) == 0
+    assert extents.end == 15

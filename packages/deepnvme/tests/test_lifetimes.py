@@ -1,0 +1,175 @@
+"""Buffers outlive the kernel's use of them, through dropped references, signals, fork and exit."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+
+import deepnvme
+
+
+def test_dropped_target_is_not_handed_to_anyone_else(io, tmp_path):
+    nbytes = 1 << 20
+    io.write(tmp_path / "file", np.zeros(nbytes, np.uint8)).wait()
+    for turn in range(200):
+        io.read(tmp_path / "file", np.full(nbytes, 2, np.uint8))  # neither array nor request is kept
+        gc.collect(2 if turn % 50 == 0 else 0)
+        others = [np.ones(nbytes, np.uint8) for _ in range(3)]
+        io.flush()
+        assert all((other == 1).all() for other in others)
+
+
+def test_dropped_bytearray_and_tensor(io, tmp_path):
+    torch = pytest.importorskip("torch")
+    io.write(tmp_path / "file", bytes(1 << 20)).wait()
+    for _ in range(50):
+        io.read(tmp_path / "file", bytearray(1 << 20))
+        io.read(tmp_path / "file", torch.empty(1 << 20, dtype=torch.uint8))
+        io.read(tmp_path / "file", deepnvme.empty(1 << 20))
+    assert io.flush() == 151
+
+
+def test_finished_array_is_let_go(io, tmp_path):
+    import weakref
+
+    array = np.ones(1000)
+    gone = weakref.ref(array)
+    request = io.write(tmp_path / "file", array)
+    request.wait()
+    del array
+    assert gone() is None
+    array = np.ones(1000)
+    gone = weakref.ref(array)
+    io.write(tmp_path / "file", array)
+    del array
+    io.flush()
+    assert gone() is None
+
+
+def test_busy_engine_that_is_dropped_finishes_its_work(backend, tmp_path, noise):
+    data = noise(64 << 20)
+    io = deepnvme.Engine(backend)
+    io.write(tmp_path / "file", data)
+    del io
+    gc.collect()
+    assert (tmp_path / "file").read_bytes() == data.tobytes()
+
+
+def test_request_outlives_its_engine(backend, tmp_path):
+    request = deepnvme.Engine(backend).write(tmp_path / "file", bytes(8 << 20))
+    gc.collect()
+    assert request.wait() == 8 << 20
+
+
+def test_interpreter_exits_with_transfers_in_flight(run_python, tmp_path, backend):
+    run_python(
+        """
+        import sys, threading, numpy as np, deepnvme
+        io = deepnvme.Engine(sys.argv[1], queue_depth=2)
+        data = np.arange(32 << 17)
+        io.write("file", data)
+        io.read("file", np.zeros(1)).add_done_callback(lambda r: None)
+        for i in range(100): io.write(f"file{i}", b"x" * 10_001)
+        swap = deepnvme.Swap(".")
+        swap.put("a", data)
+        """,
+        backend,
+    )
+    assert (np.fromfile(tmp_path / "file", np.int64) == np.arange(32 << 17)).all()
+    assert all((tmp_path / f"file{i}").read_bytes() == b"x" * 10_001 for i in range(100))
+
+
+def test_failure_that_nobody_heard_is_told_at_exit(run_python):
+    run_python(
+        """
+        import atexit, warnings, deepnvme
+        caught = []
+        # Registered after ours, so run before: look at what is warned about from here on.
+        atexit.register(lambda: setattr(warnings, "showwarning", lambda m, *_: (caught.append(str(m)), print(m))))
+        io = deepnvme.Engine()
+        io.write("/dev/full", b"x")
+        """
+    )
+
+
+def test_signals_do_not_disturb_transfers(backend, run_python):
+    run_python(
+        """
+        import signal, sys, numpy as np, deepnvme
+        ticks = 0
+        def tick(*_):
+            global ticks
+            ticks += 1
+        signal.signal(signal.SIGALRM, tick)
+        data = np.random.default_rng(0).integers(0, 256, 128 << 20, dtype=np.uint8)
+        back = np.zeros_like(data)
+        with deepnvme.Engine(sys.argv[1]) as io, deepnvme.File("file", "w") as file:
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            writes = [io.write(file, data[i:i + 4_000_000], i) for i in range(0, data.size, 4_000_000)]
+            for w in writes: w.wait()
+            reads = [io.read(file, back[i:i + 3_000_001], i) for i in range(0, data.size, 3_000_001)]
+            io.flush()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert (back == data).all() and ticks > 10, ticks
+        """,
+        backend,
+    )
+
+
+def test_interrupt_is_raised_when_nothing_is_in_flight_any_more(backend, run_python):
+    run_python(
+        """
+        import os, signal, sys, threading, numpy as np, deepnvme
+        data = np.random.default_rng(0).integers(0, 256, 256 << 20, dtype=np.uint8)
+        with deepnvme.Engine(sys.argv[1]) as io:
+            for how in ("wait", "flush"):
+                requests = [io.write(f"file{i}", data) for i in range(2)]
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+                try:
+                    requests[-1].wait() if how == "wait" else io.flush()
+                    # The transfers were faster than the signal: let it come.
+                    while True: signal.pause()
+                except KeyboardInterrupt:
+                    assert all(r.done() for r in requests)
+                assert io.write("other", b"x").wait() == 1
+                io.flush()
+        assert open("file0", "rb").read() == data.tobytes()
+        """,
+        backend,
+    )
+
+
+def test_forked_child_is_told_and_the_parent_goes_on(backend, tmp_path, run_python):
+    run_python(
+        """
+        import os, sys, deepnvme
+        io = deepnvme.Engine(sys.argv[1])
+        request = io.write("file", bytes(32 << 20))
+        request.add_done_callback(lambda r: None)
+        child = os.fork()
+        if child == 0:
+            for use in (lambda: io.write("file", b"x"), io.flush, lambda: io.__enter__()):
+                try: use(); os._exit(1)
+                except deepnvme.ForkedError as e: assert "after forking" in str(e)
+            io.close()
+            del io, request
+            with deepnvme.Engine(sys.argv[1]) as own: own.write("child", b"from the child").wait()
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert open("child", "rb").read() == b"from the child"
+        assert request.wait() == 32 << 20
+        io.close()
+        """,
+        backend,
+    )
+
+
+def test_engine_that_cannot_be_made_leaves_nothing(tmp_path):
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with pytest.raises(ValueError, match="backend"):
+            deepnvme.Engine("none")
+    assert sorted(os.listdir("/proc/self/fd")) == before

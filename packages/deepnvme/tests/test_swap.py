@@ -1,0 +1,200 @@
+"""Named tensors come back bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+import deepnvme
+
+torch = pytest.importorskip("torch")
+
+SPECIAL = [float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 1e-45, 5e-324, 1.5, -2.25]
+
+
+@pytest.fixture
+def swap(tmp_path):
+    with deepnvme.Swap(tmp_path) as s:
+        yield s
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(9,), (3, 3), (), (0,), (4, 0, 2)])
+def test_dtype_shape_and_bits_are_kept(swap, dtype, shape):
+    numel = int(np.prod(shape))
+    tensor = torch.tensor((SPECIAL * 2)[:numel] if dtype.is_floating_point else range(numel)).to(dtype).reshape(shape)
+    swap.put("tensor", tensor).wait()
+    back = swap.get("tensor").result()
+    assert (back.torch().dtype, back.torch().shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(bits(back.torch()), bits(tensor))
+    assert swap.nbytes == numel * dtype.itemsize
+    assert os.stat(swap.path).st_size >= swap.nbytes
+
+
+@pytest.mark.parametrize("make", [lambda t: t.t(), lambda t: t[::2], lambda t: t[:1].expand(5, -1), lambda t: t[3]])
+def test_non_contiguous_tensor_keeps_its_values(swap, make):
+    tensor = make(torch.randn(30, 40).bfloat16())
+    swap.put("tensor", tensor).wait()
+    assert torch.equal(swap.get("tensor").result().torch(), tensor)
+    array = make(np.arange(1200.0).reshape(30, 40)) if not hasattr(make(tensor), "t") else np.arange(1200.0)[::3]
+    swap.put("array", array).wait()
+    assert (swap.get("array").result().numpy() == array).all()
+
+
+def test_into_an_array_of_ones_own(swap):
+    tensor = torch.randn(1000).bfloat16()
+    swap.put("tensor", tensor)
+    out = torch.zeros(1000, dtype=torch.bfloat16)
+    assert swap.get("tensor", out).result() is out
+    assert torch.equal(out, tensor)
+    with pytest.raises(ValueError, match="'tensor' has 2000 bytes, `out` has 1998"):
+        swap.get("tensor", out[:-1])
+
+
+def test_operations_on_one_name_run_in_call_order(swap):
+    arrays = [np.full(500_000, i, np.int32) for i in range(12)]
+    gets = []
+    for array in arrays:
+        swap.put("name", array)
+        gets.append(swap.get("name"))
+    for i, get in enumerate(gets):
+        assert (get.result().numpy() == i).all()
+
+
+def test_names_and_removal(swap):
+    swap.put("a", np.zeros(10))
+    swap.put("b", np.zeros(20))
+    assert swap.names() == ["a", "b"]
+    assert "a" in swap
+    assert "c" not in swap
+    assert (len(swap), swap.nbytes) == (2, 240)
+    swap.pop("a")
+    assert (swap.names(), swap.nbytes) == (["b"], 160)
+    for use in (swap.get, swap.pop):
+        with pytest.raises(KeyError, match="a"):
+            use("a")
+
+
+def test_room_is_used_again_and_overwritten_in_place(swap):
+    for turn in range(10):
+        for i in range(4):
+            swap.put(f"tensor{i}", np.full(1 << 18, turn * i, np.float32))
+    assert swap._extents.end == 4 << 20
+    for _ in range(10):
+        swap.put("other", np.zeros(1 << 18, np.float32)).wait()
+        swap.pop("other")
+    assert swap._extents.end == 5 << 20
+
+
+def test_room_that_is_still_being_read_is_not_given_away(tmp_path):
+    with deepnvme.Swap(tmp_path, capacity="8MiB") as swap:
+        first = np.full(8 << 20, 1, np.uint8)
+        for turn in range(8):
+            swap.put("a", first).wait()
+            get = swap.get("a")
+            swap.pop("a")
+            swap.put("b", np.full(8 << 20, 2, np.uint8))
+            assert (get.result().numpy() == 1).all(), turn
+            swap.pop("b")
+
+
+def test_capacity_is_reserved_and_not_exceeded(tmp_path):
+    with deepnvme.Swap(tmp_path, capacity="4MiB") as swap:
+        assert os.stat(swap.path).st_blocks * 512 >= 4 << 20
+        swap.put("a", np.zeros(3 << 20, np.uint8)).wait()
+        with pytest.raises(OSError, match="'b' of 2097152 bytes does not fit") as failure:
+            swap.put("b", np.zeros(2 << 20, np.uint8))
+        assert failure.value.errno == errno.ENOSPC
+        assert "b" not in swap
+        with pytest.raises(OSError, match="does not fit"):
+            swap.put("a", np.ones(5 << 20, np.uint8))
+        assert (swap.get("a").result().numpy() == 0).all()
+
+
+def test_space_is_private_and_nothing_is_left(tmp_path):
+    with deepnvme.Swap(tmp_path) as swap:
+        swap.put("a", np.ones(1 << 20))
+        status = os.stat(swap.path)
+        assert status.st_mode & 0o777 == 0o600
+        assert status.st_nlink == 0
+        path = swap.path
+    assert list(tmp_path.iterdir()) == []
+    assert not os.path.exists(path)
+    swap.close()
+    with pytest.raises(deepnvme.ClosedError):
+        swap.put("a", np.ones(1))
+
+
+@pytest.mark.parametrize("position", [0, 1, 2_000_000, 3_999_999])
+def test_one_damaged_byte_is_found_and_the_tensor_named(swap, position, rng):
+    for name in ("good", "bad"):
+        swap.put(name, rng.integers(0, 256, 4_000_000, dtype=np.uint8)).wait()
+    start = swap._stored["bad"].start
+    with open(swap.path, "r+b", buffering=0) as space:
+        space.seek(start + position)
+        byte = space.read(1)
+        space.seek(start + position)
+        space.write(bytes([byte[0] ^ 1]))
+    swap.get("good").wait()
+    for end in (lambda r: r.wait(), lambda r: r.result()):
+        with pytest.raises(deepnvme.ChecksumError, match="tensor 'bad' is damaged") as failure:
+            end(swap.get("bad"))
+    assert failure.value.errno == errno.EIO
+    assert failure.value.name == "bad"
+
+
+def test_without_checksums_damage_is_not_looked_for(tmp_path):
+    with deepnvme.Swap(tmp_path, checksum=False) as swap:
+        swap.put("a", np.zeros(10_000, np.uint8)).wait()
+        with open(swap.path, "r+b") as space:
+            space.write(b"\x01")
+        assert swap.get("a").result().numpy()[0] == 1
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64])
+@pytest.mark.parametrize("nbytes", [1, 4096, 1_000_001, 5 << 20])
+def test_checksum_of_any_route(tmp_path, rng, nbytes, shift):
+    """Direct, bounced and cached pieces add up to one checksum: that of the bytes."""
+    memory = deepnvme.empty(nbytes + shift).numpy()
+    memory[:] = rng.integers(0, 256, memory.size, dtype=np.uint8)
+    with deepnvme.Swap([tmp_path, tmp_path], stripe="64KiB") as swap:
+        put = swap.put("a", memory[shift:])
+        put.wait()
+        assert put._core.crc() == deepnvme.crc32c(memory[shift:])
+        out = deepnvme.empty(nbytes + 64).numpy()[64 - shift :][:nbytes]
+        assert (swap.get("a", out).result() == memory[shift:]).all()
+
+
+def test_tensors_of_several_threads(swap):
+    import concurrent.futures
+
+    def work(seed: int) -> bool:
+        array = np.random.default_rng(seed).integers(0, 99, 100_000)
+        for _ in range(10):
+            swap.put(f"t{seed}", array)
+            if not (swap.get(f"t{seed}").result().numpy() == array).all():
+                return False
+            swap.pop(f"t{seed}")
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(12)))
+    assert swap.names() == []
+
+
+def test_shared_engine(tmp_path):
+    with deepnvme.Engine("threads") as io, deepnvme.Swap(tmp_path, engine=io) as swap:
+        swap.put("a", np.ones(10)).wait()
+        assert io.stats().requests == 1
+    with deepnvme.Engine() as io:
+        deepnvme.Swap(tmp_path, engine=io).close()
+        assert io.flush() == 0
