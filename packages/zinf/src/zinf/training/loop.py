@@ -103,7 +103,8 @@ def _take_steps(
     settings = run.settings
     records: list[dict[str, Any]] = []
     checkpoint = None
-    tracing = zinf.trace(run.model, settings.trace) if settings.trace else contextlib.nullcontext()
+    traces = settings.trace and run.ranks.is_first
+    tracing = zinf.trace(run.model, settings.trace) if traces else contextlib.nullcontext()
     display.start(first_step=run.step, steps=settings.steps)
     try:
         with tracing:
@@ -144,7 +145,7 @@ def _train_step(run: Run) -> dict[str, Any]:
     lr = run.optimizer.param_groups[0]["lr"]
     run.optimizer.step()
     run.optimizer.zero_grad()
-    if not getattr(run.optimizer, "skipped", False):
+    if not run.optimizer.skipped:
         run.scheduler.step()
     run.step += 1
     mean_loss = ranks.mean(torch.stack(losses).double().mean().item())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zinf
+from zinf.durable_save import checkpoints
 from zinf.errors import ZinfError
 from zinf.models.gpt import GPT, GPTConfig
 from zinf.models.model_names import BYTE_VOCAB, parse_model
@@ -121,10 +122,9 @@ def _zinf_config(settings: TrainSettings) -> zinf.Config:
 
 
 def _resume(run: Run) -> None:
-    try:
-        extra = zinf.load(run.settings.out, run.model, run.optimizer)
-    except FileNotFoundError:
+    if not checkpoints(run.settings.out):
         return  # none yet: the run starts at step 0
+    extra = zinf.load(run.settings.out, run.model, run.optimizer)
     defining = {**run.settings.defining(), "data": run.inputs.data.fingerprint}
     differing = [
         f"{name} is {value}, was {extra['settings'].get(name)}"

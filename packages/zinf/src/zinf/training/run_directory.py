@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from zinf.durable_save import checkpoints
 from zinf.training.faults import CannotStart, describe
 
 
@@ -45,7 +46,7 @@ def set_aside_earlier_run(out: Path) -> Path | None:
 
     Nothing is deleted and nothing is mixed: checkpoints of two runs in one folder could not be told apart.
     """
-    present = [*out.glob("step-*"), *out.glob("metrics.jsonl")]
+    present = [*checkpoints(out), *out.glob("metrics.jsonl")]
     if not present:
         return None
     number = 1

@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+import zero3
+
 import zinf
 from zinf.training.loop import Outcome
 from zinf.training.sampling import printable
@@ -118,9 +120,9 @@ def _states_by_tier(outcome: Outcome) -> dict[str, tuple[int, list[str]]]:
     nbytes: Counter[str] = Counter()
     kinds: dict[str, dict[str, None]] = {}  # a dict keeps the order in which kinds were seen
     placement = zinf.report(outcome.run.model)["placement"]
-    for name, parameter in outcome.run.model.named_parameters():
-        for kind, tier in placement[name].items():
-            nbytes[tier] += state_bytes[kind] * parameter.shape.numel()
+    for unit in zero3.units(outcome.run.model):
+        for kind, tier in placement[unit.name].items():
+            nbytes[tier] += state_bytes[kind] * unit.numel
             kinds.setdefault(tier, {})[kind] = None
     return {tier: (nbytes[tier], list(kinds[tier])) for tier in nbytes}
 
