@@ -187,6 +187,13 @@ def gather(slot: ParamSlot, view: Tensor) -> None:
     slot.version = param._version
 
 
+def mark_changed(slot: ParamSlot) -> None:
+    """The memory under a gathered parameter was rewritten behind torch's back: let torch's own check know."""
+    with without_noticing():
+        torch.autograd.graph.increment_version(slot.param)
+    slot.version = slot.param._version
+
+
 def present_piece(slot: ParamSlot, piece: Tensor, grad: Tensor | None) -> None:
     """Make the parameter this rank's part, for an optimizer."""
     param = slot.param

@@ -346,8 +346,24 @@ class PartitionedModel:
     def values_changed(self, unit: Unit) -> None:
         """The shard got new values: what is gathered is stale, and what autograd saved too."""
         unit.generation += 1
-        if not unit.permanent:
+        if unit.permanent:
+            for slot in unit.slots:  # raw views of it that autograd holds must raise, not give the new values
+                parameter_forms.mark_changed(slot)
+        else:
             self.release(unit, force=True)
+
+    def hide(self, unit: Unit) -> None:
+        """The shard is out of date until an update that is owed has run: any look at a parameter must gather."""
+        self.release(unit, force=True)
+        if unit.permanent:
+            for slot in unit.slots:
+                parameter_forms.release(slot)
+
+    def show(self, unit: Unit) -> None:
+        """A resident unit is up to date: its parameters are views of the shard again."""
+        if unit.permanent:
+            for slot in unit.slots:
+                parameter_forms.gather(slot, slot.view_of(unit.flat))
 
     def abort(self) -> None:
         """The way back after an exception in mid-step: every unit SHARDED, no gradient of this step."""

@@ -69,6 +69,10 @@ def group(
         limit = min(sum(sizes.values()) // _AUTO_PARTS, _AUTO_NUMEL * widest)
     else:
         limit = parse_size(unit_size)
+    claimed: dict[Tensor, nn.Module] = {}  # by the outermost module that was marked to be one unit
+    for node in module.modules():
+        if getattr(node, _AS_UNIT, False):
+            claimed.update((param, node) for param in node.parameters() if param not in claimed)
     taken: set[Tensor] = set()
     groups: list[Group] = []
 
@@ -86,15 +90,15 @@ def group(
     def walk(node: nn.Module, name: str, host: nn.Module) -> None:
         host = node if _is_called(node) else host
         whole = [param for param in _unique(node.parameters()) if param not in taken]
-        if not whole:
-            return
-        fits = _is_called(node) and sum(sizes[param] for param in whole) <= limit
-        if fits or getattr(node, _AS_UNIT, False):
-            take(host, name, whole)
-            return
         own = [param for param in _unique(node.parameters(recurse=False)) if param not in taken]
-        if own:
-            take(host, name, own)
+        fits = _is_called(node) and sum(sizes[param] for param in whole) <= limit and claimed.keys().isdisjoint(whole)
+        mine = [param for param in (whole if fits else own) if param not in claimed]
+        if getattr(node, _AS_UNIT, False):
+            mine = [param for param in whole if claimed[param] is node]
+        if mine:
+            take(host, name, mine)
+        if len(mine) == len(whole):
+            return
         for child_name, child in node.named_children():
             walk(child, f"{name}.{child_name}" if name else child_name, host)
 

@@ -15,7 +15,7 @@ from .errors import ConfigError
 
 Tier = Literal["device", "cpu", "nvme"]
 TIERS = ("device", "cpu", "nvme")
-OVERLAPS = ("backward", False)
+OVERLAPS = ("next-forward", "backward", False)
 _ALL = ("params", "grads", "optimizer")
 _SHARD_CHOICES = ((), ("optimizer",), ("grads", "optimizer"), ("grads", "optimizer", "params"))
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -73,8 +73,9 @@ class Config:
     """Check that what is read back from a drive is what was written."""
     group: Any = None
     """Process group. None: the default one, or a single process."""
-    overlap_optimizer: str | bool = False
-    """When the update runs: "backward", right behind each gradient; False, inside step()."""
+    overlap_optimizer: str | bool = "next-forward"
+    """When the update really runs: "next-forward", ahead of each unit's next use; "backward", right behind each
+    gradient; False, inside step(). The numbers are the same."""
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -104,12 +105,8 @@ class Config:
             raise ConfigError(
                 f"params={self.params!r} needs 'params' in shard: parameters that every rank keeps whole stay on device"
             )
-        if self.overlap_optimizer == "next-forward":
-            raise ConfigError(
-                "overlap_optimizer='next-forward' is not available in this version: use 'backward' or False"
-            )
         if self.overlap_optimizer not in OVERLAPS:
-            raise ConfigError(f"overlap_optimizer={self.overlap_optimizer!r} is not 'backward' or False")
+            raise ConfigError(f"overlap_optimizer={self.overlap_optimizer!r} is not 'next-forward', 'backward' or False")
         if self.overlap_optimizer == "backward" and self.loss_scale is not None:
             raise ConfigError(
                 "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs False"

@@ -342,7 +342,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     places = _match(manifest, engine, machinery)
     tensors = _read_tensors(path, manifest)
     if optimizer is not None:
-        optimizer.loaded()
+        optimizer.forget()
     _settle(engine, machinery)
     with _PieceReader(path, manifest) as reader:
         for unit in machinery.units:

@@ -56,6 +56,10 @@ class ExecutionOrder(Generic[U]):
         for position in range(self._position, len(self._expected)):
             yield self._expected[position]
 
+    def from_start(self) -> list[U]:
+        """The units of the next sequence with a backward, as far as is known."""
+        return self._likely(True)
+
     def _likely(self, with_backward: bool) -> list[U]:
         """Before the first unit is known: the only sequence of this kind, or the module tree."""
         of_kind = [order for (kind, _), order in self._known.items() if kind == with_backward]

@@ -26,8 +26,9 @@ from .tiers.nvme import PIECE
 
 if TYPE_CHECKING:
     from .offloaded_adamw import AdamW
+    from .optimizer_in_step import UpdateInStep
 
-# Elements: 4096 bytes of the narrowest state (2 bytes wide), so that every shard is read and written in place by O_DIRECT.
+# Elements: 4096 bytes of the narrowest state (2 bytes wide): O_DIRECT reads and writes every shard in place.
 _SHARD_MULTIPLE = 2048
 
 
@@ -35,6 +36,7 @@ class OffloadEngine(ShardStore):
     """The shard store of one model.
 
     optimizer   the zinf.AdamW that updates the units; None before it is made, and with torch's own optimizers
+    updates     its decision when the updates of this model run
     """
 
     shard_multiple = _SHARD_MULTIPLE
@@ -45,6 +47,7 @@ class OffloadEngine(ShardStore):
         self.tiers = tiers
         self.pool = tiers.device_pool
         self.optimizer: AdamW | None = None
+        self.updates: UpdateInStep | None = None
         self._numbers: dict[Unit, int] = {}
         self._resident_left = placement.resident if "nvme" in (placement.params, placement.optimizer) else 0
         self._resident: set[Unit] = set()
@@ -101,6 +104,8 @@ class OffloadEngine(ShardStore):
         return kept if kept is not None and kept.device.type == unit.device.type else None
 
     def start_read(self, unit: Unit, out: Tensor) -> Callable[[], None]:
+        if self.updates is not None and self.updates.owes(unit):
+            return self.updates.start_update(unit, out)
         tier, key = self.tier(unit, "param"), self.key(unit, "param")
         if out.device.type == "cpu" or tier.resident(key) is not None:
             return tier.start_read(key, out)
@@ -122,10 +127,15 @@ class OffloadEngine(ShardStore):
 
         return wait
 
+    def before_use(self, unit: Unit) -> None:
+        if self.updates is not None:
+            self.updates.bring_up_to_date(unit)
+
     def write_back(self, unit: Unit, values: Tensor, start: int, stop: int) -> None:
         """The master takes exactly the visible values: what was not visible of it (the remainder) is gone."""
         if stop <= start:
             return
+        self.before_use(unit)
         first, last = start // PIECE * PIECE, min(-(-stop // PIECE) * PIECE, unit.shard_numel)
         for begin in range(first, last, PIECE):
             end = min(begin + PIECE, last)
@@ -135,13 +145,15 @@ class OffloadEngine(ShardStore):
             self._put_values(unit, whole, begin)
 
     def master(self, unit: Unit) -> Tensor:
+        self.before_use(unit)
         out = torch.empty(unit.shard_numel, dtype=unit.master_dtype, device=unit.device)
         for start, stop in pieces(unit.shard_numel):
             out[start:stop] = self._values(unit, start, stop).to(unit.device)
         return out
 
     def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
-        if self.optimizer is not None and self.optimizer.takes_at_once(unit, shard):
+        self.before_use(unit)  # an update that still owns the last gradient
+        if self.updates is not None and self.updates.gradient_arrived(unit, shard):
             return
         self.keep_gradient(unit, shard)
 

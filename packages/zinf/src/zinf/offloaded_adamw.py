@@ -1,17 +1,17 @@
 """AdamW: the torch.optim.Optimizer that people hold. The states lie on their tiers; here are only the decisions.
 
-When an update runs:
+When an update really runs:
 
-    overlap_optimizer=False       inside step(), all units streamed one after the other
-    overlap_optimizer="backward"  a unit's update right behind its gradient, while its parameters are in memory; the
-                                  gradient is never kept. A unit that backward may need again waits until it is safe.
+    overlap_optimizer=False           inside step(), all units streamed one after the other
+    overlap_optimizer="next-forward"  step() only commits: it notes every group's settings, and from then on owns the
+                                      gradients. A unit is updated when it is used next (optimizer_before_use.py)
+    overlap_optimizer="backward"      right behind a unit's gradient (optimizer_in_backward.py)
 
-Both make the same numbers.
+All make the same numbers.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,19 +22,14 @@ from torch import Tensor
 from zero3 import parameter_forms
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
-from zero3.unit_state import GradState, move_grad
 
 from . import gradient_norm
-from .errors import AbortedStepError, ConfigError
+from .errors import ConfigError
 from .loss_scaling import LossScale
 from .offload_engine import OffloadEngine
-from .optimizer_stream import OptimizerStream
-
-log = logging.getLogger(__name__)
-
-# Of host_memory, for optimizer states on their way in and out.
-_STREAM_PART = 0.2
-_STREAM_MOST = 256 << 20
+from .optimizer_before_use import UpdateBeforeUse
+from .optimizer_in_backward import UpdateInBackward
+from .optimizer_in_step import UpdateInStep
 
 
 class AdamW(torch.optim.Optimizer):
@@ -81,29 +76,31 @@ class AdamW(torch.optim.Optimizer):
         self.skipped = False
         self.grad_norm: float | None = None
         self._clip_factor = 1.0
-        self._finished_backwards = 0
-        self._gradients_came = False
-        self._updated_in_backward = False
-        self._aborted: str | None = None
         self._settings: dict[Unit, dict[int, dict[str, Any] | None]] = {}
         self.loss_scale = LossScale(next(iter(self._engines)).config.loss_scale)
-        self._check_overlap()
-        self._streams = {engine: OptimizerStream(engine, _stream_budget(engine)) for engine in self._engines}
+        if grad_clip is not None:
+            self._refuse_clipping()
+        self._updates: dict[OffloadEngine, UpdateInStep] = {}
         for engine, model in self._engines.items():
-            engine.optimizer = self
-            if accumulate > 1:
-                engine.will_accumulate(model.units)
-            for unit in model.units:
-                if any(slot.param in self.state for slot in unit.slots):
-                    engine.create_moments(unit)
+            self._take_charge(engine, model)
 
-    def _check_overlap(self) -> None:
-        if self.grad_clip is not None and any(
-            engine.config.overlap_optimizer == "backward" for engine in self._engines
-        ):
+    def _take_charge(self, engine: OffloadEngine, model: PartitionedModel) -> None:
+        """From now on the updates of this model are ours."""
+        updates = _UPDATES[engine.config.overlap_optimizer](self, engine, model)
+        self._updates[engine] = engine.updates = updates
+        engine.optimizer = self
+        if self.accumulate > 1:
+            engine.will_accumulate(model.units)
+        for unit in model.units:
+            if self.trains(unit):
+                engine.create_moments(unit)
+
+    def _refuse_clipping(self) -> None:
+        if any(engine.config.overlap_optimizer == "backward" for engine in self._engines):
             raise ConfigError(
-                "grad_clip needs the norm of all gradients before the first update: "
-                "overlap_optimizer='backward' cannot clip, use False"
+                "the gradients are gone when their norm is known: overlap_optimizer='backward' updates within backward. "
+                "To clip, use overlap_optimizer='next-forward' or False, with zinf.AdamW(grad_clip=...) or "
+                "zinf.clip_grad_norm_."
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,6 +115,12 @@ class AdamW(torch.optim.Optimizer):
             self.state[param].setdefault("step", 0)
             if engine.optimizer is self:
                 engine.create_moments(slot.unit)
+            elif engine.optimizer is not None:
+                raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
+
+    def trains(self, unit: Unit) -> bool:
+        """Whether any parameter of `unit` is ours."""
+        return any(slot.param in self.state for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -129,22 +132,23 @@ class AdamW(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            for updates in self._updates.values():
+                updates.check_closure()
             with torch.enable_grad():
                 loss = closure()
-        for engine, model in self._engines.items():
-            model.border()
-            engine.settle_gradients()
-        self._refuse_if_aborted()
+        self._settle_gradients()
         factor = self._scale_factor()
         self.skipped = factor is None
         if factor is not None:
-            waiting = [(e, unit) for e, model in self._engines.items() for unit in model.units if e.waits(unit)]
-            for engine in self._engines:
-                self._streams[engine].expect(unit for e, unit in waiting if e is engine)
-            for engine, unit in waiting:
-                self._update(engine, unit, factor)
+            for updates in self._updates.values():
+                updates.step(factor)
         self._step_ends()
         return loss
+
+    def _settle_gradients(self) -> None:
+        for engine, model in self._engines.items():
+            model.border()
+            engine.settle_gradients()
 
     def _scale_factor(self) -> float | None:
         """By what the gradients are multiplied: unscaling and clipping together; None: skip the step."""
@@ -170,9 +174,6 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_ends(self) -> None:
         self._clip_factor = 1.0
-        self._finished_backwards = 0
-        self._gradients_came = False
-        self._updated_in_backward = False
         self._settings.clear()
         for engine, model in self._engines.items():
             model.scheduler.optimizer_stepped()
@@ -184,17 +185,8 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 param.grad = None
 
-    def _update(self, engine: OffloadEngine, unit: Unit, factor: float, gradient: Tensor | None = None) -> None:
-        """One unit's Adam step, with the settings in force."""
-        settings = self._settings_of(unit)
-        self._streams[engine].update(unit, settings, factor, gradient)
-        for slot in unit.slots:
-            if settings.get(slot.index) is not None:
-                self.state[slot.param]["step"] += 1
-        unit.model.values_changed(unit)
-
-    def _settings_of(self, unit: Unit) -> dict[int, dict[str, Any] | None]:
-        """Slot index -> settings of its update; None for what has no gradient or is not ours."""
+    def settings_of(self, unit: Unit) -> dict[int, dict[str, Any] | None]:
+        """Slot index -> settings of its next update; None for what has no gradient or is not ours."""
         if not self._settings:
             for group in self.param_groups:
                 for param in group["params"]:
@@ -209,98 +201,18 @@ class AdamW(torch.optim.Optimizer):
         ours = self._settings.get(unit, {})
         return {slot.index: ours.get(slot.index) if slot.has_grad else None for slot in unit.slots}
 
-    # -- in backward -----------------------------------------------------------------------------------------
-
-    def _in_backward(self, engine: OffloadEngine) -> bool:
-        return engine.config.overlap_optimizer == "backward"
-
-    def takes_at_once(self, unit: Unit, shard: Tensor) -> bool:
-        """A gradient has arrived: update now if that is the mode, and safe. True when it was taken."""
-        engine = unit.model.store
-        self._gradients_came = True
-        if not self._in_backward(engine) or self._finished_backwards + 1 < self.accumulate:
-            return False
-        if not _may_update(unit) or shard.device.type != "cpu":
-            return False
-        if engine.waits(unit):
-            shard = engine.gradient(unit).float().add_(shard)
-        else:
-            shard = shard.to(engine.waiting_dtype(unit))  # the rounding that waiting would have brought
-        self._update_at_once(engine, unit, shard)
-        return True
-
-    def _update_at_once(self, engine: OffloadEngine, unit: Unit, gradient: Tensor | None) -> None:
-        self._updated_in_backward = True
-        self._update(engine, unit, 1.0 / self.loss_scale.value, gradient)
+    def count_step(self, unit: Unit, settings: dict[int, dict[str, Any] | None]) -> None:
+        """An update of `unit` with these settings is certain now."""
         for slot in unit.slots:
-            slot.has_grad = False
-        engine.drop_gradient(unit)
-        if unit.grad_state is GradState.REDUCED:
-            move_grad(unit, GradState.COMMITTED)
-            move_grad(unit, GradState.NONE)
-
-    def expect_updates(self, units: list[Unit]) -> None:
-        """Backward comes to these units next."""
-        engine = units[0].model.store
-        if self._in_backward(engine) and self._finished_backwards + 1 >= self.accumulate:
-            wanted = [unit for unit in units if any(slot.param in self.state for slot in unit.slots) and unit.trainable]
-            self._streams[engine].expect(wanted)
-
-    def forward_begins(self) -> None:
-        """An outermost forward begins: the backward before it, if there was one, was a micro-batch."""
-        self._refuse_if_aborted()
-        if not (torch.is_grad_enabled() and self._gradients_came):
-            return
-        self._gradients_came = False
-        self._finished_backwards += 1
-        if self._finished_backwards >= self.accumulate and any(map(self._in_backward, self._engines)):
-            raise ConfigError(
-                f"overlap_optimizer='backward' updates within backward: call optimizer.step() after every "
-                f"{self.accumulate} backward(s). To accumulate K micro-batches, use zinf.AdamW(..., accumulate=K)."
-            )
-
-    def backward_ended(self) -> None:
-        """Units that had to wait until backward no longer needs them."""
-        if self._finished_backwards + 1 < self.accumulate:
-            return
-        for engine, model in self._engines.items():
-            if self._in_backward(engine):
-                for unit in model.units:
-                    if engine.waits(unit) and _may_update(unit) and unit.grad_state is GradState.REDUCED:
-                        self._update_at_once(engine, unit, None)
-
-    def backward_aborted(self) -> None:
-        """A backward raised. In mode "backward" the model may be half a step ahead."""
-        for stream in self._streams.values():
-            stream.forget_expected()
-        if self._updated_in_backward:
-            newest = next((e.newest_checkpoint for e in self._engines if e.newest_checkpoint), None)
-            self._aborted = (
-                "a backward was interrupted after some units had been updated (overlap_optimizer='backward'): the model "
-                "is between two steps. "
-                + (
-                    f"Load the newest complete checkpoint: {newest}"
-                    if newest
-                    else "No checkpoint was saved in this run."
-                )
-            )
-
-    def _refuse_if_aborted(self) -> None:
-        if self._aborted is not None:
-            raise AbortedStepError(self._aborted)
+            if settings.get(slot.index) is not None:
+                self.state[slot.param]["step"] += 1
 
     # -- clipping and scaling --------------------------------------------------------------------------------
 
     def clip(self, max_norm: float) -> Tensor:
         """See `zinf.clip_grad_norm_`."""
-        if any(map(self._in_backward, self._engines)):
-            raise ConfigError(
-                "the gradients are gone: overlap_optimizer='backward' has updated within backward. To clip, use "
-                "overlap_optimizer=False with zinf.AdamW(grad_clip=...) or zinf.clip_grad_norm_."
-            )
-        for engine, model in self._engines.items():
-            model.border()
-            engine.settle_gradients()
+        self._refuse_clipping()
+        self._settle_gradients()
         norm = self._norm()
         if math.isfinite(norm):
             self._clip_factor *= min(1.0, float(max_norm) / (norm + 1e-6))
@@ -327,27 +239,18 @@ class AdamW(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Nothing pends: all updates are on their tiers."""
-        self._refuse_if_aborted()
+        """Every update has run, and all states are on their tiers."""
         for engine, model in self._engines.items():
             model.border()
             engine.settle_gradients()
-            self._streams[engine].forget_expected()
-            self._streams[engine].drain()
+            self._updates[engine].settle()
 
-    def loaded(self) -> None:
-        """All states were replaced by a checkpoint's."""
-        self._aborted = None
-        self._updated_in_backward = False
-        self._gradients_came = False
-        self._finished_backwards = 0
+    def forget(self) -> None:
+        """All states are about to be replaced by a checkpoint's: what pends does not matter any more."""
+        for updates in self._updates.values():
+            updates.forget()
+        self._clip_factor = 1.0
         self._settings.clear()
 
 
-def _may_update(unit: Unit) -> bool:
-    """Whether backward can need the unit's present values no more."""
-    return not (unit.saved_views or unit.holds or unit.replays or unit.awaited)
-
-
-def _stream_budget(engine: OffloadEngine) -> int:
-    return min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST)
+_UPDATES = {False: UpdateInStep, "backward": UpdateInBackward, "next-forward": UpdateBeforeUse}

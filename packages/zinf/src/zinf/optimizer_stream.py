@@ -93,11 +93,19 @@ class OptimizerStream:
 
     # -- the update ------------------------------------------------------------------------------------------
 
-    def update(self, unit: Unit, settings: SlotSettings, grad_scale: float, gradient: Tensor | None = None) -> None:
+    def update(
+        self,
+        unit: Unit,
+        settings: SlotSettings,
+        grad_scale: float,
+        gradient: Tensor | None = None,
+        param_out: Tensor | None = None,
+    ) -> None:
         """One Adam step on all of `unit`.
 
         settings   slot index -> lr, betas, eps, weight_decay, step; None leaves the parameter as it is
         gradient   (shard_numel,) in host memory; None: the one that waits on its tier
+        param_out  (shard_numel,) in the unit's dtype: receives the updated parameters, for a gather at hand
         """
         for start, stop in pieces(unit.shard_numel):
             piece = Piece(unit, start, stop)
@@ -108,6 +116,8 @@ class OptimizerStream:
                 with self._spans.running("optimizer", unit.name):
                     for run in runs:
                         _adam(unit, loaded.states, part, run, grad_scale)
+            if param_out is not None:
+                param_out[start:stop].copy_(loaded.states["param"])
             self._store(piece, loaded)
             self._read_ahead()
 
@@ -138,6 +148,10 @@ class OptimizerStream:
         """Kinds that host code cannot use where they lie."""
         kinds = unit_states.update_kinds(unit)
         return {kind: dtype for kind, dtype in kinds.items() if self._engine.in_place(unit, kind) is None}
+
+    def in_place(self, unit: Unit) -> bool:
+        """Whether all states of `unit` are updated where they lie."""
+        return not self._foreign(unit)
 
     def _need(self, piece: Piece) -> int:
         return piece.numel * sum(dtype.itemsize for dtype in self._foreign(piece.unit).values())

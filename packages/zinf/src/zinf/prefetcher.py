@@ -50,8 +50,10 @@ class Prefetcher:
     def step_begins(self) -> None:
         self._drop_strays()
         self.order.begin(with_backward=torch.is_grad_enabled())
-        if self._engine.optimizer is not None:
-            self._engine.optimizer.forward_begins()
+        if torch.is_grad_enabled():
+            self._engine.reporter.forward_begins()
+        if self._engine.updates is not None:
+            self._engine.updates.forward_begins()
 
     def needs(self, unit: Unit, phase: Phase) -> None:
         if phase == "access":
@@ -79,8 +81,8 @@ class Prefetcher:
         """The store has the gradient; the unit itself is done with by `done_with`."""
 
     def backward_ended(self) -> None:
-        if self._engine.optimizer is not None:
-            self._engine.optimizer.backward_ended()
+        if self._engine.updates is not None:
+            self._engine.updates.backward_ended()
         self._drop_strays()
 
     def optimizer_stepped(self) -> None:
@@ -88,8 +90,8 @@ class Prefetcher:
 
     def abort(self) -> None:
         self._drop_strays()
-        if self._engine.optimizer is not None:
-            self._engine.optimizer.backward_aborted()
+        if self._engine.updates is not None:
+            self._engine.updates.aborted()
 
     # -- stages ----------------------------------------------------------------------------------------------
 
@@ -139,10 +141,10 @@ class Prefetcher:
                 self._model.start_gather(unit)
 
     def _expect_updates(self, unit: Unit) -> None:
-        optimizer = self._engine.optimizer
-        if optimizer is not None and self.enabled:
+        updates = self._engine.updates
+        if updates is not None and self.enabled:
             nexts = islice(self.order.upcoming(), _UPDATES_AHEAD - 1)
-            optimizer.expect_updates([unit, *(other for other in nexts if other is not unit)])
+            updates.backward_needs([unit, *(other for other in nexts if other is not unit)])
 
     # -- what is kept ----------------------------------------------------------------------------------------
 

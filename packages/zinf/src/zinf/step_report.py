@@ -28,7 +28,17 @@ class Reporter:
     def __init__(self, engine: OffloadEngine):
         self._engine = engine
         self._began = time.perf_counter()
+        self._between_steps = True
         self._last: dict[str, Any] | None = None
+
+    def forward_begins(self) -> None:
+        """A forward with gradients. The first one after a step begins the next: what came between counts for none."""
+        if self._between_steps:
+            self._between_steps = False
+            self._began = time.perf_counter()
+            self._engine.tiers.spans.take()
+            if self._engine.tiers.nvme is not None:
+                self._engine.tiers.nvme.take_traffic()
 
     def step_ended(self, model: PartitionedModel, optimizer: AdamW) -> None:
         """An optimizer step is over: make its report, count afresh."""
@@ -37,7 +47,7 @@ class Reporter:
         self._last = self._make(model, spans, now - self._began)
         self._last["grad_norm"] = optimizer.grad_norm
         optimizer.grad_norm = None
-        self._began = now
+        self._between_steps = True
 
     def report(self, model: PartitionedModel) -> dict[str, Any]:
         """The last step's report; before the first step, one of what has happened so far."""

@@ -1,0 +1,123 @@
+"""overlap_optimizer="backward": a unit's Adam runs right behind its gradient, while its parameters are in memory.
+
+Gradients are kept nowhere. A unit that this backward may need again (a saved view of it is alive, a checkpoint will
+run it again) waits until that is over; its gradient lies on its tier until then. Only for loops that always step: a
+step that is interrupted in between leaves the model half updated, so the next use raises and names a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zero3.unit import Unit
+from zero3.unit_state import GradState, move_grad
+
+from .errors import AbortedStepError, ConfigError
+from .optimizer_in_step import UpdateInStep
+
+
+class UpdateInBackward(UpdateInStep):
+    """Updates in the last backward of a step."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._finished_backwards = 0
+        self._gradients_came = False
+        self._updated = False
+        self._abort_message: str | None = None
+
+    @property
+    def _last_backward(self) -> bool:
+        return self._finished_backwards + 1 >= self.optimizer.accumulate
+
+    def gradient_arrived(self, unit: Unit, shard: Tensor) -> bool:
+        self._gradients_came = True
+        if not self._last_backward or not _may_update(unit) or shard.device.type != "cpu":
+            return False
+        if self.engine.waits(unit):
+            shard = self.engine.gradient(unit).float().add_(shard)  # type: ignore[union-attr]
+        else:
+            shard = shard.to(self.engine.waiting_dtype(unit))  # the rounding that waiting would have brought
+        self._update(unit, shard)
+        return True
+
+    def _update(self, unit: Unit, gradient: Tensor | None) -> None:
+        self._updated = True
+        settings = self.optimizer.settings_of(unit)
+        self.optimizer.count_step(unit, settings)
+        self.update(unit, settings, self.optimizer.pending_factor, gradient)
+        for slot in unit.slots:
+            slot.has_grad = False
+        self.engine.drop_gradient(unit)
+        if unit.grad_state is GradState.REDUCED:
+            move_grad(unit, GradState.COMMITTED)
+            move_grad(unit, GradState.NONE)
+
+    def backward_needs(self, units: Iterable[Unit]) -> None:
+        if self._last_backward:
+            self.stream.expect(unit for unit in units if self.optimizer.trains(unit))
+
+    def backward_ended(self) -> None:
+        """Now the units that had to wait."""
+        if self._last_backward:
+            for unit in self.waiting():
+                if _may_update(unit) and unit.grad_state is GradState.REDUCED:
+                    self._update(unit, None)
+
+    def forward_begins(self) -> None:
+        """The backward before it, if there was one, was a micro-batch."""
+        self.refuse_if_aborted()
+        if not (torch.is_grad_enabled() and self._gradients_came):
+            return
+        self._gradients_came = False
+        self._finished_backwards += 1
+        if self._finished_backwards >= self.optimizer.accumulate:
+            raise ConfigError(
+                "overlap_optimizer='backward' updates within backward: call optimizer.step() after every "
+                f"{self.optimizer.accumulate} backward(s). To accumulate K micro-batches, use "
+                "zinf.AdamW(..., accumulate=K)."
+            )
+
+    def step(self, factor: float) -> None:
+        self.refuse_if_aborted()
+        super().step(factor)  # what still waits
+        for unit in self.waiting():
+            self.engine.drop_gradient(unit)
+            for slot in unit.slots:
+                slot.has_grad = False
+        self._finished_backwards = 0
+        self._gradients_came = self._updated = False
+
+    def aborted(self) -> None:
+        super().aborted()
+        if self._updated:
+            newest = self.engine.newest_checkpoint
+            remedy = (
+                f"Load the newest complete checkpoint: {newest}" if newest else "No checkpoint was saved in this run."
+            )
+            self._abort_message = (
+                "a backward was interrupted after some units had been updated (overlap_optimizer='backward'): the model "
+                f"is between two steps. {remedy}"
+            )
+
+    def refuse_if_aborted(self) -> None:
+        if self._abort_message is not None:
+            raise AbortedStepError(self._abort_message)
+
+    def settle(self) -> None:
+        self.refuse_if_aborted()
+        super().settle()
+
+    def forget(self) -> None:
+        super().forget()
+        self._finished_backwards = 0
+        self._gradients_came = self._updated = False
+        self._abort_message = None
+
+
+def _may_update(unit: Unit) -> bool:
+    """Whether backward can need the unit's present values no more."""
+    return not (unit.saved_views or unit.holds or unit.replays or unit.awaited)

@@ -1,0 +1,108 @@
+"""overlap_optimizer=False: every update runs inside step(). Also what the other two ways build upon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zero3.partitioned_model import PartitionedModel
+from zero3.unit import Unit
+from zero3.unit_state import ParamState
+
+from .optimizer_stream import OptimizerStream, SlotSettings
+from .tiers import Wait
+
+if TYPE_CHECKING:
+    from .offload_engine import OffloadEngine
+    from .offloaded_adamw import AdamW
+
+# Of host_memory, for optimizer states on their way in and out; and at most.
+_STREAM_PART = 0.2
+_STREAM_MOST = 256 << 20
+
+
+class UpdateInStep:
+    """Decides when the updates of one model run. The engine and the scheduler report what happens."""
+
+    def __init__(self, optimizer: AdamW, engine: OffloadEngine, model: PartitionedModel):
+        self.optimizer = optimizer
+        self.engine = engine
+        self.model = model
+        self.stream = OptimizerStream(engine, min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST))
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def waiting(self) -> list[Unit]:
+        """Units whose gradient waits for an update."""
+        return [unit for unit in self.model.units if self.engine.waits(unit)]
+
+    def step(self, factor: float) -> None:
+        """optimizer.step(): gradients count times `factor`."""
+        units = self.waiting()
+        self.stream.expect(units)
+        for unit in units:
+            settings = self.optimizer.settings_of(unit)
+            self.optimizer.count_step(unit, settings)
+            self.update(unit, settings, factor)
+
+    def update(
+        self,
+        unit: Unit,
+        settings: SlotSettings,
+        factor: float,
+        gradient: Tensor | None = None,
+        param_out: Tensor | None = None,
+    ) -> None:
+        """One unit's Adam step. What was gathered of its old values is stale then."""
+        self.stream.update(unit, settings, factor, gradient, param_out)
+        if unit.permanent or unit.state is ParamState.READY:
+            self.model.values_changed(unit)
+        else:
+            unit.generation += 1  # it is SHARDED, or on its way and being filled with the new values
+
+    def check_closure(self) -> None:
+        """Closures are welcome: the update runs within step()."""
+
+    # -- forward and backward --------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """An outermost forward begins."""
+
+    def gradient_arrived(self, unit: Unit, shard: Tensor) -> bool:
+        """A reduced gradient is there. True when it was used up, and need not wait."""
+        return False
+
+    def backward_needs(self, units: Iterable[Unit]) -> None:
+        """Backward comes to these units next."""
+
+    def backward_ended(self) -> None:
+        """All gradients of the backward are there."""
+
+    def aborted(self) -> None:
+        """A forward or backward raised."""
+        self.stream.forget_expected()
+
+    # -- updates that are owed -------------------------------------------------------------------------------
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether an update of `unit` was committed and has not run."""
+        return False
+
+    def start_update(self, unit: Unit, param_out: Tensor) -> Wait:
+        """Begin an update that is owed; the wait ends with the new parameters in `param_out`."""
+        raise AssertionError(f"no update of {unit.name} is owed")
+
+    def bring_up_to_date(self, unit: Unit) -> None:
+        """Run what is owed to `unit`."""
+
+    def forget(self) -> None:
+        """All states are about to be replaced by a checkpoint's: nothing is owed."""
+        self.stream.forget_expected()
+        self.stream.drain()
+
+    def settle(self) -> None:
+        """Nothing is owed, nothing on its way: all states are on their tiers."""
+        self.stream.forget_expected()
+        self.stream.drain()
