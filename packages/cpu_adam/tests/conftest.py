@@ -5,6 +5,13 @@ import pytest
 
 import cpu_adam
 
+try:
+    import torch
+
+    torch.set_num_threads(1)  # the models in these tests are small, and other programs may want the cores
+except ImportError:
+    pass  # what compares with torch will say so; the rest runs
+
 
 @pytest.fixture(params=cpu_adam.isas())
 def isa(request):
