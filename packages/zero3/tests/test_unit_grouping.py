@@ -81,6 +81,25 @@ def test_as_unit_takes_the_whole_subtree():
     assert list(names_by_group(model, 1))[-1] == "1"
 
 
+def test_as_unit_wins_over_another_path_to_the_same_modules_and_over_a_bigger_unit():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            self.router = nn.Linear(2, 2)
+            self.block = nn.Sequential(*self.experts)
+            zero3.as_unit(self.block)
+
+        def forward(self, x):
+            return self.block(x)
+
+    grouped = names_by_group(Model(), "1GiB")
+    assert grouped == {
+        "router": ["router.weight", "router.bias"],
+        "block": ["experts.0.weight", "experts.0.bias", "experts.1.weight", "experts.1.bias"],
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [(17, 17), ("17", 17), ("17 B", 17), ("512KiB", 512 << 10), ("1.5MiB", 3 << 19), ("8GiB", 8 << 30), ("1tib", 1 << 40)],

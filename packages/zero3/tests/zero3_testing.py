@@ -48,7 +48,7 @@ def plain_gradients(model, data, world=1):
                 sums[name] = grad if name not in sums else sums[name] + grad
     for name, param in model.named_parameters():
         param.grad = sums[name] / world if name in sums else None
-    return losses, {name: grad / world for name, grad in sums.items()}
+    return losses, {name: grad.clone() for name, grad in gradients_of(model).items()}
 
 
 def gradients_of(model):
@@ -159,6 +159,7 @@ def _serve(rank, world, port, pipe):
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", rank=rank, world_size=world)
+    pipe.send("ready")
     while (work := pipe.recv()) is not None:
         path, name, args = work
         torch.manual_seed(0)
@@ -184,6 +185,7 @@ class RankPool:
             self.pipes.append(ours)
             self.processes.append(context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True))
             self.processes[-1].start()
+        assert all(pipe.poll(120) and pipe.recv() == "ready" for pipe in self.pipes), "ranks did not start"
 
     def run(self, function, args, timeout):
         for pipe in self.pipes:

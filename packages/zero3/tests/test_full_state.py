@@ -1,0 +1,254 @@
+"""state_dict and load_state_dict: names, shapes, dtypes and values of the plain model, both ways."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from zero3_models import MODELS, Convolutional, OddSizes, Perceptron, SmallGPT, random
+from zero3_testing import DistantStore, adamw, assert_same, full_gradients, parts, state_of, train_plain, train_sharded
+
+import zero3
+
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+every_store = pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
+
+
+def pair(make, **arguments):
+    torch.manual_seed(3)
+    plain = make()
+    torch.manual_seed(3)
+    return plain, zero3.shard(make(), **arguments)
+
+
+@every_model
+@every_store
+def test_the_state_is_the_plain_models(make, store):
+    plain, model = pair(make, store=store())
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_same(zero3.state_dict(model), plain.state_dict())
+    assert_same(copy.deepcopy(model).state_dict(), plain.state_dict())
+
+
+@every_store
+def test_the_state_is_a_copy(store):
+    plain, model = pair(SmallGPT, store=store())
+    state, lazy = model.state_dict(), zero3.state_dict(model)
+    looked_up = lazy["embedding.weight"]
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    train_sharded(model, 1)
+    assert_same(state if store is DistantStore else wanted, wanted)
+    assert torch.equal(looked_up, wanted["embedding.weight"])
+
+
+def test_the_lazy_state_follows_the_model_and_is_a_mapping():
+    _, model = pair(SmallGPT, store=DistantStore())
+    state = zero3.state_dict(model)
+    train_sharded(model, 1)
+    assert_same(state, model.state_dict())
+    assert "norm.weight" in state
+    assert len(state) == len(dict(model.state_dict()))
+    with pytest.raises(KeyError):
+        state["no such name"]
+
+
+def test_state_of_a_submodule_with_a_prefix_and_with_variables():
+    plain, model = pair(SmallGPT, store=DistantStore())
+    assert_same(model.blocks[1].state_dict(prefix="x."), plain.blocks[1].state_dict(prefix="x."))
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[name] is param for name, param in model.named_parameters())
+
+
+def test_tied_parameters_are_one_tensor_in_the_state():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+            self.head.weight = self.embedding.weight
+
+    plain, model = pair(Tied, store=DistantStore())
+    state = model.state_dict()
+    assert_same(state, plain.state_dict())
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+
+
+@every_store
+@every_model
+def test_loading_a_mapping(make, store):
+    torch.manual_seed(9)
+    wanted = {name: value.clone() for name, value in make().state_dict().items()}
+    for load in (zero3.load_state_dict, lambda model, state: model.load_state_dict(state)):
+        _, model = pair(make, store=store())
+        load(model, wanted)
+        assert_same(model.state_dict(), wanted)
+    plain = make()
+    plain.load_state_dict(wanted)
+    assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
+
+
+def saved_and_loaded(rank, world, path):
+    """A file on disk goes into a partitioned model; what comes out is the file."""
+    for make in (SmallGPT, Convolutional, OddSizes):
+        file = f"{path}/{make.__name__}.safetensors"
+        torch.manual_seed(9)
+        wanted = {name: value.clone() for name, value in make().state_dict().items()}
+        if rank == 0:
+            safetensors.torch.save_file({n: v.contiguous() for n, v in wanted.items()}, file)
+        if world > 1:
+            torch.distributed.barrier()
+        for state in (file, wanted):
+            for dtype in (None, torch.bfloat16):
+                model = zero3.shard(make(), dtype=dtype)
+                assert zero3.load_state_dict(model, state) == ([], [])
+                assert_same(model.state_dict(), wanted)
+                assert_same(zero3.state_dict(model), wanted)
+                model.load_state_dict(state if isinstance(state, dict) else wanted)
+                assert_same(model.state_dict(), wanted)
+
+
+def test_loading_a_safetensors_file(ranks, tmp_path):
+    saved_and_loaded(0, 1, str(tmp_path))
+    ranks(saved_and_loaded, 2, str(tmp_path))
+
+
+def of_two_ranks(rank, world):
+    for make in (SmallGPT, OddSizes, Convolutional):
+        plain, model = pair(make)
+        assert_same(model.state_dict(), plain.state_dict())
+        assert_same(zero3.state_dict(model), plain.state_dict())
+
+
+def test_the_state_on_two_ranks(ranks):
+    ranks(of_two_ranks, 2)
+    ranks(of_two_ranks, 3)
+
+
+def test_a_state_in_other_dtypes_and_non_contiguous_tensors():
+    plain, model = pair(Perceptron, store=DistantStore())
+    state = {name: (value.double() * 2).t().contiguous().t() for name, value in plain.state_dict().items()}
+    zero3.load_state_dict(model, state)
+    assert_same(model.state_dict(), {name: value.float() for name, value in state.items()})
+
+
+def test_names_that_do_not_agree_are_named():
+    plain, model = pair(Perceptron, store=DistantStore())
+    state = dict(plain.state_dict())
+    del state["layers.1.bias"]
+    state["surplus"] = torch.zeros(1)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match=r"missing.*layers\.1\.bias.*unexpected.*surplus"):
+        zero3.load_state_dict(model, state)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.bias"):
+        model.load_state_dict(state)
+    missing, unexpected = zero3.load_state_dict(model, state, strict=False)
+    assert (missing, unexpected) == (["layers.1.bias"], ["surplus"])
+    assert_same(model.state_dict(), before)
+
+
+def test_a_shape_that_does_not_fit_loads_nothing():
+    plain, model = pair(Perceptron, store=DistantStore())
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
+    state["layers.3.weight"] = torch.zeros(3, 3)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match=r"layers\.3\.weight.*\(3, 3\).*\(12, 12\)"):
+        zero3.load_state_dict(model, state, strict=False)
+    assert_same(model.state_dict(), before)
+
+
+class ReadPart:
+    """Counts the elements that a safetensors file hands out."""
+
+    def __init__(self, file):
+        self.file = file
+        self.elements = 0
+
+
+def reads_its_part(rank, world, path):
+    model = zero3.shard(nn.Linear(64, 100, bias=False))
+    if rank == 0:
+        safetensors.torch.save_file({"weight": random(0, 100, 64)}, path)
+    torch.distributed.barrier()
+    from zero3 import full_state
+
+    rows = []
+    part = full_state._SafetensorsFile.flat_part
+
+    def counting(self, name, start, stop):
+        values = part(self, name, start, stop)
+        rows.append(values.untyped_storage().nbytes() // 256)
+        return values
+
+    full_state._SafetensorsFile.flat_part = counting
+    try:
+        zero3.load_state_dict(model, path)
+    finally:
+        full_state._SafetensorsFile.flat_part = part
+    assert sum(rows) <= 51
+    assert torch.equal(model.state_dict()["weight"], random(0, 100, 64))
+
+
+def test_each_rank_reads_only_its_part_of_a_file(ranks, tmp_path):
+    ranks(reads_its_part, 2, str(tmp_path / "weights.safetensors"))
+
+
+def small_sizes(rank, world):
+    """0 dims, 1, 2, 3 and 5 elements and a 7x3 matrix: padding is nowhere, not in values and not in the norm."""
+    plain, model = pair(OddSizes, store=DistantStore())
+    opt_plain, opt = adamw(p for p in plain.parameters() if p.requires_grad), adamw(p for p in model.parameters() if p.requires_grad)
+    for step in range(3):
+        from zero3_testing import plain_gradients
+
+        _, wanted = plain_gradients(plain, plain.data(step), world)
+        model.loss(parts(model.data(step), world)[rank]).backward()
+        assert_same(full_gradients(model), wanted)
+        norm = zero3.clip_grad_norm_(model, 1e9)
+        assert torch.allclose(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e9), rtol=1e-6)
+        for optimizer in (opt_plain, opt):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model.state_dict(), plain.state_dict())
+    with zero3.gathered(model):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_parameters_with_fewer_elements_than_ranks(ranks):
+    small_sizes(0, 1)
+    ranks(small_sizes, 2)
+    ranks(small_sizes, 3)
+
+
+def optimizer_state(rank, world):
+    """An optimizer's own state_dict goes into another optimizer of an equal model: training goes on bit for bit."""
+    _, model = pair(Perceptron)
+    opt = adamw(model.parameters())
+    for step in range(4):
+        if step == 2:
+            state, moments = state_of(model), pickle.loads(pickle.dumps(opt.state_dict()))
+        model.loss(parts(model.data(step), world)[rank]).backward()
+        opt.step()
+        opt.zero_grad()
+    other = zero3.shard(Perceptron())
+    zero3.load_state_dict(other, state)
+    opt = adamw(other.parameters())
+    opt.load_state_dict(moments)
+    for step in range(2, 4):
+        other.loss(parts(other.data(step), world)[rank]).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_same(state_of(other), state_of(model))
+
+
+def test_an_optimizers_state_can_be_saved_and_loaded(ranks):
+    optimizer_state(0, 1)
+    ranks(optimizer_state, 2)
+
+
+def test_a_pickled_model_is_a_plain_one():
+    plain, model = pair(SmallGPT, store=DistantStore())
+    copied = pickle.loads(pickle.dumps(model))
+    assert_same(copied.state_dict(), plain.state_dict())
+    assert_same(train_plain(copied, 1)[1], train_plain(plain, 1)[1])
