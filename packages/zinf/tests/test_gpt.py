@@ -118,7 +118,7 @@ def test_bf16_parameters_train_whatever_the_machine_multiplies_in():
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():
-    with pytest.raises(ValueError, match="17 tokens .* positions=16"):
+    with pytest.raises(ValueError, match=r"17 tokens .* positions=16"):
         GPT(SMALL)(torch.zeros(1, 17, dtype=torch.int64))
 
 
@@ -139,5 +139,5 @@ def test_names_that_are_no_model_are_refused_in_words(name, words):
 
 
 def test_a_directory_is_refused_with_what_is_accepted(tmp_path):
-    with pytest.raises(ValueError, match="directory.*gpt:layers"):
+    with pytest.raises(ValueError, match=r"directory.*gpt:layers"):
         parse_model(str(tmp_path), positions=8)

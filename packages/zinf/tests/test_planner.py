@@ -23,8 +23,8 @@ def _rounds_to(value, printed):
     return math.floor(value * 10**digits + 0.5) == round(float(printed) * 10**digits)
 
 
-# Figure 2a: layers, hidden, heads; trillions of parameters; TiB of model states, of all activations (32 GPUs' worth at
-# batch 64 a node), of activation checkpoints (batch 32 a node); GiB of model-state and activation working memory (batch 4)
+# Figure 2a: layers, hidden, heads; trillions of parameters; TiB of model states, of all activations (batch 64 a node),
+# of activation checkpoints (batch 32 a node); GiB of model-state and of activation working memory (batch 4 a GPU).
 FIGURE_2A = [
     (80, 10 * K, 128, "0.10", "1.83", "2.03", "0.05", "1.56", "1.63"),
     (100, 20 * K, 160, "0.50", "9.16", "3.91", "0.12", "6.25", "2.50"),

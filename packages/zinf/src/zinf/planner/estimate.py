@@ -1,9 +1,9 @@
 """A model on a cluster under a preset: what lies where, whether it fits, and how fast a step can be.
 
-The paper trains with fp16 in use and fp32 in Adam; a preset of Table 2 says which part lies in which memory, and whether
-it is partitioned over the devices. Reads and all-gathers are bandwidth-centric (section 6.1): every device reads its own
-1/N of a parameter over its own link, so slow memory serves parameters with the bandwidth of all links together, up to
-that between the devices.
+The paper trains with fp16 in use and fp32 in Adam; a preset of Table 2 says which part lies in which memory, and
+whether it is partitioned over the devices. Reads and all-gathers are bandwidth-centric (section 6.1): every device
+reads its own 1/N of a parameter over its own link, so slow memory serves parameters with the bandwidth of all links
+together, up to that between the devices.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def compute_needs(workload: Workload) -> dict[str, Any]:
 def placement(workload: Workload, machine: Machine, *, nodes: int, preset: str) -> dict[str, Any]:
     """Bytes that each memory of one node must hold, against what it has.
 
-    A part that is not partitioned is held by every device whole. The devices hold the working memories too, and the
-    activation checkpoints wherever the preset has its slowest partitioned memory short of the drive.
+    A part that is not partitioned is held by every device whole. The devices hold the working memories too. Activation
+    checkpoints stay on the device, or go to host memory where the preset offloads parameters (section 5.1).
     """
     rows = PRESETS[preset]
     ranks = nodes * machine.devices

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import deepnvme
 import torch
 
+import deepnvme
 from zinf.planner.cluster import Machine
 
 _PROBE_BYTES = 256 << 20  # of a copy and of a file: far above any cache, well under a second

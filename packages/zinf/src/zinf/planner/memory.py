@@ -51,7 +51,7 @@ def model_state_working_memory(*, hidden: int) -> int:
 def activation_working_memory(*, batch: int, seq: int, hidden: int, heads: int, blocks_per_checkpoint: int = 1) -> int:
     """Activations between two checkpoints, while backward recomputes them.
 
-    It is bsz · seq · ci · (16 · hd + 2 · heads · seq); the last term is the attention scores, which attention that never
-    stores them does without.
+    It is bsz · seq · ci · (16 · hd + 2 · heads · seq). The last term is the attention scores; attention that never
+    stores them does without it.
     """
     return batch * seq * blocks_per_checkpoint * (16 * hidden + 2 * heads * seq)

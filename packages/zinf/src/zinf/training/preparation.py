@@ -15,6 +15,7 @@ from zinf.durable_save import checkpoints
 from zinf.errors import ZinfError
 from zinf.models.gpt import GPT, GPTConfig
 from zinf.models.model_names import BYTE_VOCAB, parse_model
+from zinf.training.drive_space import check_space
 from zinf.training.faults import CannotStart, describe
 from zinf.training.ranks import Ranks
 from zinf.training.run_directory import check_writable
@@ -105,6 +106,7 @@ def _read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
             raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
     if settings.out.exists():
         check_writable(settings.out)
+    check_space(settings, config.numel, hosts=ranks.hosts)
     data = TextData.from_bytes(read_text(settings.data))
     check_sizes(data, batch=settings.batch, seq=settings.seq)
     validation = validation_batches(data, batches=settings.validation_batches, batch=settings.batch, seq=settings.seq)

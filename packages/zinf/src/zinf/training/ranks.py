@@ -39,6 +39,11 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
+    def hosts(self) -> int:
+        """Machines that the ranks are on, as many on each."""
+        return self.count // int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+
+    @property
     def is_first(self) -> bool:
         return self.rank == 0
 

@@ -9,20 +9,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 import zero3
-
 import zinf
+from zinf.training.drive_space import STATE_BYTES
 from zinf.training.loop import Outcome
 from zinf.training.sampling import printable
 
 PAPER_BYTES_PER_PARAMETER = 20  # fp16 weight 2, fp16 gradient 2, fp32 moments 8, weight 4, gradient 4: section 3
-
-# Bytes of one parameter of each kind as zinf keeps them. In bf16 the optimizer keeps both moments and the low half of
-# the fp32 weight, whose high half is the parameter itself; in fp16 the fp32 weight is separate.
-_STATE_BYTES = {
-    "bf16": {"params": 2, "grads": 2, "optimizer": 10},
-    "fp16": {"params": 2, "grads": 2, "optimizer": 12},
-    "fp32": {"params": 4, "grads": 4, "optimizer": 8},
-}
 
 
 def peak_process_bytes() -> int:
@@ -116,7 +108,7 @@ def _files(outcome: Outcome) -> str:
 
 def _states_by_tier(outcome: Outcome) -> dict[str, tuple[int, list[str]]]:
     """Bytes of the model states that rest on each tier, over all ranks, and of which kinds they are."""
-    state_bytes = _STATE_BYTES[outcome.run.settings.dtype]
+    state_bytes = STATE_BYTES[outcome.run.settings.dtype]
     nbytes: Counter[str] = Counter()
     kinds: dict[str, dict[str, None]] = {}  # a dict keeps the order in which kinds were seen
     placement = zinf.report(outcome.run.model)["placement"]
