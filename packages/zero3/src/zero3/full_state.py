@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class FullState(Mapping):
         self._entries: dict[str, Any] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             self._entries[name] = param
-        persistent = set(_persistent_buffers(module))
+        persistent = set(persistent_buffers(module))
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name in persistent:
                 self._entries[name] = buffer
@@ -102,8 +102,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor] | str | os.Pat
         from safetensors import safe_open
 
         with safe_open(os.fspath(state), framework="pt") as file:
-            return _load(model, _SafetensorsFile(file), strict)
-    return _load(model, _InMemory(state), strict)
+            return load_from(model, SafetensorsFile(file), strict)
+    return load_from(model, _InMemory(state), strict)
 
 
 class _InMemory:
@@ -118,7 +118,9 @@ class _InMemory:
         return self._mapping[name].detach().reshape(-1)[start:stop]
 
 
-class _SafetensorsFile:
+class SafetensorsFile:
+    """Full tensors of an opened safetensors file."""
+
     def __init__(self, file):
         self._file = file
         self.names = list(file.keys())
@@ -139,9 +141,22 @@ class _SafetensorsFile:
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
-def _load(model: nn.Module, source, strict: bool):
+class Source(Protocol):
+    """Full tensors to load from, by name."""
+
+    names: list[str]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    def flat_part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order."""
+
+
+def load_from(model: nn.Module, source: Source, strict: bool):
+    """Load what this rank keeps of every tensor of `source`. Errors and result as `load_state_dict`."""
     entries: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    persistent = set(_persistent_buffers(model))
+    persistent = set(persistent_buffers(model))
     entries.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in persistent)
     available = set(source.names)
     missing = [name for name in entries if name not in available]
@@ -181,10 +196,10 @@ def _load_slot(slot: ParamSlot, source, name: str) -> None:
     model.values_changed(unit)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[str]:
+def persistent_buffers(module: nn.Module) -> Iterator[str]:
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name in child._buffers:
-            if child._buffers[name] is not None and name not in child._non_persistent_buffers_set:
+            if child._buffers[name] is not None and name not in child._nonpersistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name
 
 

@@ -26,6 +26,7 @@ from .full_state import full_grad, full_state, set_full_state
 from .offloaded_adamw import AdamW
 from .partitioning import engine_of as _engine_of
 from .partitioning import init, shard
+from .safetensors_stream import export, load_pretrained
 from .timeline import trace
 
 __version__ = "0.1.0"
@@ -39,10 +40,12 @@ __all__ = [
     "SaveResult",
     "ZinfError",
     "clip_grad_norm_",
+    "export",
     "full_grad",
     "full_state",
     "init",
     "load",
+    "load_pretrained",
     "no_sync",
     "report",
     "save",

@@ -106,7 +106,9 @@ class Config:
                 f"params={self.params!r} needs 'params' in shard: parameters that every rank keeps whole stay on device"
             )
         if self.overlap_optimizer not in OVERLAPS:
-            raise ConfigError(f"overlap_optimizer={self.overlap_optimizer!r} is not 'next-forward', 'backward' or False")
+            raise ConfigError(
+                f"overlap_optimizer={self.overlap_optimizer!r} is not one of {', '.join(map(repr, OVERLAPS))}"
+            )
         if self.overlap_optimizer == "backward" and self.loss_scale is not None:
             raise ConfigError(
                 "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs False"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import deepnvme
 from zero3.bandwidth_centric import round_up
-from zero3.full_state import _persistent_buffers as persistent_buffers
+from zero3.full_state import persistent_buffers
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
 
@@ -299,7 +299,7 @@ def checkpoints(dir: str | os.PathLike) -> list[Path]:
     ]
 
 
-def _find(dir: str | os.PathLike) -> Path:
+def find(dir: str | os.PathLike) -> Path:
     """`dir` itself, when it is a checkpoint, or the newest in it."""
     root = Path(dir)
     if (root / layout.MANIFEST).is_file():
@@ -337,14 +337,14 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     what is damaged or does not fit; shapes and names are compared before anything is changed.
     """
     engine, machinery = engine_of(model)
-    path = _find(dir)
+    path = find(dir)
     manifest = read_manifest(path)
     places = _match(manifest, engine, machinery)
-    tensors = _read_tensors(path, manifest)
+    tensors = read_tensors(path, manifest)
     if optimizer is not None:
         optimizer.forget()
     _settle(engine, machinery)
-    with _PieceReader(path, manifest) as reader:
+    with PieceReader(path, manifest) as reader:
         for unit in machinery.units:
             _load_unit(engine, unit, places, reader)
     with torch.no_grad():
@@ -391,14 +391,14 @@ def _unlike_kinds(engine: OffloadEngine, slot: ParamSlot, record: UnitRecord) ->
     return []
 
 
-class _PieceReader:
+class PieceReader:
     """Elements of a kind's shards, every piece checked against its checksum. Keeps the newest pieces."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
         self._kept: dict[tuple, Tensor] = {}
 
-    def __enter__(self) -> _PieceReader:
+    def __enter__(self) -> PieceReader:
         self._io = deepnvme.Engine()
         files = range(self._manifest.ranks)
         self._files = [deepnvme.File(self._path / layout.rank_file(rank), "r") for rank in files]
@@ -455,7 +455,7 @@ def _names_within(unit: UnitRecord, start: int, count: int) -> list[str]:
     return [s.names[0] for s in unit.slots if s.offset < start + count and start < s.offset + s.numel] or [unit.name]
 
 
-def _load_unit(engine: OffloadEngine, unit: Unit, places: dict[ParamSlot, Place], reader: _PieceReader) -> None:
+def _load_unit(engine: OffloadEngine, unit: Unit, places: dict[ParamSlot, Place], reader: PieceReader) -> None:
     """Fill this rank's shard of `unit`, every kind, piece by piece."""
     first = unit.rank * unit.shard_numel  # of this rank's shard in the unit's flat buffer
     for kind, dtype in _saved_kinds(engine, unit).items():
@@ -495,7 +495,7 @@ def _load_optimizer(
         optimizer.loss_scale.load(manifest.optimizer["loss_scale"])
 
 
-def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+def read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     blob = (path / layout.TENSORS).read_bytes()
     if deepnvme.crc32c(bytearray(blob)) != manifest.tensors_crc32c:
         raise CheckpointError(f"{path / layout.TENSORS} is damaged")
@@ -507,14 +507,14 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
 
 def verify(dir: str | os.PathLike) -> list[str]:
     """Read every byte of a checkpoint; what is damaged, in words ([] when all is well)."""
-    path = _find(dir)
+    path = find(dir)
     manifest = read_manifest(path)
     damaged = []
     try:
-        _read_tensors(path, manifest)
+        read_tensors(path, manifest)
     except (CheckpointError, OSError, ValueError) as error:
         damaged.append(str(error))
-    with _PieceReader(path, manifest) as reader:
+    with PieceReader(path, manifest) as reader:
         for unit, kind, rank in _all_shards(manifest):
             for piece in range(-(-unit.shard_numel // manifest.piece_numel)):
                 try:

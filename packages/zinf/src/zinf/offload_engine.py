@@ -57,6 +57,7 @@ class OffloadEngine(ShardStore):
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
         self.reporter = Reporter(self)
         self.newest_checkpoint: str | None = None
+        self.pretrained_from: str | None = None  # the folder that load_pretrained read
 
     # -- where things lie ------------------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ class AdamW(torch.optim.Optimizer):
     def _refuse_clipping(self) -> None:
         if any(engine.config.overlap_optimizer == "backward" for engine in self._engines):
             raise ConfigError(
-                "the gradients are gone when their norm is known: overlap_optimizer='backward' updates within backward. "
-                "To clip, use overlap_optimizer='next-forward' or False, with zinf.AdamW(grad_clip=...) or "
+                "the gradients are gone when their norm is known: overlap_optimizer='backward' updates within "
+                "backward. To clip, use overlap_optimizer='next-forward' or False, with zinf.AdamW(grad_clip=...) or "
                 "zinf.clip_grad_norm_."
             )
 
@@ -148,6 +148,7 @@ class AdamW(torch.optim.Optimizer):
     def _settle_gradients(self) -> None:
         for engine, model in self._engines.items():
             model.border()
+            model.gradients.settle(reduce_all=True)
             engine.settle_gradients()
 
     def _scale_factor(self) -> float | None:

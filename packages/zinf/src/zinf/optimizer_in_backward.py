@@ -99,8 +99,8 @@ class UpdateInBackward(UpdateInStep):
                 f"Load the newest complete checkpoint: {newest}" if newest else "No checkpoint was saved in this run."
             )
             self._abort_message = (
-                "a backward was interrupted after some units had been updated (overlap_optimizer='backward'): the model "
-                f"is between two steps. {remedy}"
+                "a backward was interrupted after some units had been updated (overlap_optimizer='backward'): the "
+                f"model is between two steps. {remedy}"
             )
 
     def refuse_if_aborted(self) -> None:
