@@ -27,9 +27,13 @@ static_assert(sizeof(KernelStatx) == 256);
 }  // namespace
 
 std::optional<Alignment> direct_alignment(int fd) {
-  // tmpfs accepts O_DIRECT and ignores it: there is no drive.
+  // tmpfs accepts O_DIRECT and ignores it: there is no drive. (The node of a block device lies on one, too.)
+  struct stat status {};
   struct statfs fs {};
-  if (::fstatfs(fd, &fs) == 0 && (fs.f_type == TMPFS_MAGIC || fs.f_type == RAMFS_MAGIC)) return std::nullopt;
+  if (::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && ::fstatfs(fd, &fs) == 0 &&
+      (fs.f_type == TMPFS_MAGIC || fs.f_type == RAMFS_MAGIC)) {
+    return std::nullopt;
+  }
   KernelStatx found{};
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, reinterpret_cast<struct statx*>(&found)) != 0 ||
       !(found.mask & STATX_DIOALIGN)) {

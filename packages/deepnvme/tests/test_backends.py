@@ -86,8 +86,7 @@ def test_event_limit_of_the_system_is_named_and_earlier_engines_go_on(tmp_path):
         pytest.skip("needs libaio and an fs.aio-max-nr that 256 contexts exceed")
     engines: list[deepnvme.Engine] = []
     with pytest.raises(OSError, match="aio-max-nr") as failure:
-        for _ in range(300):
-            engines.append(deepnvme.Engine("libaio", queue_depth=4096))
+        engines.extend(deepnvme.Engine("libaio", queue_depth=4096) for _ in range(300))
     assert failure.value.errno == errno.EAGAIN
     assert "4096" in str(failure.value)
     for io in engines:

@@ -203,7 +203,7 @@ def test_wait_with_a_timeout_leaves_the_transfer_alone(backend, tmp_path):
         request = io.write(tmp_path / "file", deepnvme.empty(256 << 20))
         with pytest.raises(TimeoutError):
             request.wait(timeout=0)
-        with pytest.raises(OSError):  # noqa: PT011 - TimeoutError is one
+        with pytest.raises(OSError):  # TimeoutError is one
             request.wait(timeout=0.001)
         request.cancel()
 

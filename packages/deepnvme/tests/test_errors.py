@@ -56,7 +56,10 @@ def test_forbidden_file(run_python):
     )
 
 
-@pytest.mark.parametrize(("length", "offset", "nbytes"), [(0, 0, 1), (5000, 0, 5001), (5000, 4096, 4096), (1 << 21, 1 << 20, 3 << 20), (100, 10_000, 10)])
+@pytest.mark.parametrize(
+    ("length", "offset", "nbytes"),
+    [(0, 0, 1), (5000, 0, 5001), (5000, 4096, 4096), (1 << 21, 1 << 20, 3 << 20), (100, 10_000, 10)],
+)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_short_file(io, tmp_path, length, offset, nbytes, direct, aligned):
@@ -130,7 +133,8 @@ def small_drive(tmp_path):
     with open(image, "wb") as f:
         f.truncate(16 << 20)
     made = subprocess.run(["mkfs.ext4", "-q", "-F", "-b", "4096", str(image)], capture_output=True)
-    if os.getuid() != 0 or made.returncode or subprocess.run(["mount", "-o", "loop", str(image), str(directory)]).returncode:
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(directory)], capture_output=True)
+    if made.returncode or mounted.returncode:
         pytest.skip("needs root and loop devices")
     yield directory
     subprocess.run(["umount", "-l", str(directory)], check=True)
@@ -149,9 +153,13 @@ def test_full_filesystem(io, tmp_path, request, where, nbytes):
     os.unlink(directory / "file")
     # It fills up in small steps, too: not one that was reported written may be missing.
     written = 0
-    with pytest.raises(OSError, match="No space left"), deepnvme.File(directory / "file", "w") as file:
-        for i in range(20_000):
-            io.write(file, np.full(5001, i % 251, np.uint8), i * 5001).wait()
+    with deepnvme.File(directory / "file", "w") as file:
+        while True:
+            try:
+                io.write(file, np.full(5001, written % 251, np.uint8), written * 5001).wait()
+            except OSError as e:
+                check(e, errno.ENOSPC, directory / "file")
+                break
             written += 1
     content = (directory / "file").read_bytes()
     assert all(content[i * 5001 : (i + 1) * 5001] == bytes([i % 251]) * 5001 for i in range(written))
@@ -177,26 +185,24 @@ def test_swap_on_a_full_drive_does_not_claim_the_tensor(small_filesystem):
 
 
 @pytest.mark.root
-def test_failing_drive(tmp_path):
-    """EIO from a real block device: a device-mapper target that fails everything beyond its first part."""
-    name = f"deepnvme-test-{os.getpid()}"
-    table = "0 2048 zero\n2048 2048 error\n"
-    made = subprocess.run(["dmsetup", "create", name], input=table, text=True, capture_output=True) if (
-        os.getuid() == 0 and any(Path(d, "dmsetup").exists() for d in ("/sbin", "/usr/sbin"))
-    ) else None
-    if made is None or made.returncode:
-        pytest.skip("needs root and dmsetup")
+def test_failing_drive(io, tmp_path):
+    """EIO from a real block device: a loop device whose backing file has lost its second half."""
+    image = tmp_path / "image"
+    image.write_bytes(bytes(4 << 20))
+    made = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip("needs root and loop devices")
+    device = made.stdout.strip()
     try:
-        path = Path("/dev/mapper", name)
+        os.truncate(image, 2 << 20)
         out = deepnvme.empty(1 << 20)
-        with deepnvme.Engine() as io:
-            io.read(path, out).wait()
-            with pytest.raises(OSError, match="offset 1048576") as failure:
-                io.read(path, out, 1 << 20).wait()
-            check(failure.value, errno.EIO, path)
-            still_works(io, tmp_path)
+        assert io.read(device, out).wait() == 1 << 20
+        with pytest.raises(OSError, match="read of 1048576 bytes at offset 3145728") as failure:
+            io.read(device, out, 3 << 20).wait()
+        check(failure.value, errno.EIO, device)
+        still_works(io, tmp_path)
     finally:
-        subprocess.run(["dmsetup", "remove", "--retry", name], check=True)
+        subprocess.run(["losetup", "--detach", device], check=True)
 
 
 def test_file_size_limit(run_python, backend):
@@ -255,10 +261,10 @@ def test_file_opened_for_reading_is_not_written(io, tmp_path):
 
 def test_arguments_that_make_no_sense(tmp_path):
     for bad in ({"queue_depth": 0}, {"block_size": 1000}, {"block_size": "2GiB"}, {"threads": 0}, {"direct": "yes"}):
-        with pytest.raises(ValueError):  # noqa: PT011
+        with pytest.raises(ValueError):
             deepnvme.Engine(**bad)
     for bad in ({"mode": "a"}, {"stripe": 100}, {"direct": 2}, {"size": "1 parsec"}):
-        with pytest.raises(ValueError):  # noqa: PT011
+        with pytest.raises(ValueError):
             deepnvme.File(tmp_path / "file", **{"mode": "w", **bad})
     assert list(tmp_path.iterdir()) == []
     with deepnvme.Engine() as io, pytest.raises(ValueError, match="negative"):

@@ -25,7 +25,6 @@ class Buffer(_core.TypedMemory):
     nbytes: int
     itemsize: int
     huge_pages: bool  # whether huge pages were asked for and not refused
-    dtype: str  # as torch names it, "bfloat16"
     released = False  # given back to its Pool: the memory may be someone else's by now
 
     def __init__(self, memory: _core.AlignedMemory, start: int, shape: tuple[int, ...], dtype: DType) -> None:
@@ -33,7 +32,8 @@ class Buffer(_core.TypedMemory):
         self._dtype = dtype
 
     @property
-    def dtype(self) -> str:  # type: ignore[no-redef]
+    def dtype(self) -> str:
+        """As torch names it: "bfloat16"."""
         return self._dtype.name
 
     @property
@@ -50,7 +50,7 @@ class Buffer(_core.TypedMemory):
         self._check_released()
         if not self.nbytes:
             return np.empty(self.shape, self._dtype.numpy)
-        return np.frombuffer(self, dtype=self._dtype.numpy).reshape(self.shape)
+        return np.frombuffer(memoryview(self), dtype=np.dtype(self._dtype.numpy)).reshape(self.shape)
 
     def torch(self) -> Any:
         """A view as torch.Tensor of the same dtype and shape."""

@@ -278,7 +278,7 @@ def _why_not(name: str) -> str:
     try:
         _core.try_backend(name)
     except OSError as e:
-        return e.strerror
+        return str(e.strerror)
     return ""
 
 
@@ -286,7 +286,7 @@ def _warn_once_about(name: str, refusals: list[OSError]) -> None:
     # Falling back is slower, and often due to a setting of the container that somebody could change.
     if refusals and name not in _warned_backends:
         _warned_backends.add(name)
-        reasons = "; ".join(e.strerror for e in refusals)
+        reasons = "; ".join(str(e.strerror) for e in refusals)
         warnings.warn(f"using the backend {name!r}: {reasons}", RuntimeWarning, stacklevel=4)
 
 

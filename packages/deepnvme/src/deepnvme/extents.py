@@ -34,9 +34,10 @@ class Extents:
             if rest:
                 self._insert(start + need, rest)
         else:
-            start = self._take_from_end(need)
-            if start is None:
+            at_end = self._take_from_end(need)
+            if at_end is None:
                 return None
+            start = at_end
         self.used += need
         return start
 
@@ -54,12 +55,9 @@ class Extents:
 
     def _take_from_end(self, need: int) -> int | None:
         # A free range that touches the end is lengthened rather than left behind.
-        start = self.end
-        last = self._starts[-1] if self._starts else None
-        touches = last is not None and last + self._sizes[last] == self.end
-        if touches:
-            assert last is not None
-            start = last
+        last = self._starts[-1] if self._starts else 0
+        touches = bool(self._starts) and last + self._sizes[last] == self.end
+        start = last if touches else self.end
         if self.capacity is not None and start + need > self.capacity:
             return None
         if touches:

@@ -70,10 +70,14 @@ class Request:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
+        def set_ended() -> None:
+            if not ended.done():  # the task may have been cancelled
+                ended.set_result(None)
+
         def wake(_: Request) -> None:
             # A loop that was closed meanwhile raises; nobody waits in it any more.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(set_ended)
 
         self.add_done_callback(wake)
         try:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from . import _core
 from .aligned_buffer import empty
 from .arrays import describe, describe_writable, dtype_and_shape, made_contiguous
