@@ -40,16 +40,16 @@ class Wide(nn.Module):
 
 def build(nvme, dtype=BF16, grads="cpu", **changes):
     torch.manual_seed(0)
-    cfg = zinf.Config.preset(
-        "inf-nvme", nvme=[nvme], grads=grads, dtype=dtype, resident=0, unit_size=WIDTH * WIDTH * 2 * dtype.itemsize, **changes
-    )
+    unit = WIDTH * WIDTH * 2 * dtype.itemsize
+    settings = {"unit_size": unit, "device_memory": unit, "resident": 0, **changes}
+    cfg = zinf.Config.preset("inf-nvme", nvme=[nvme], grads=grads, dtype=dtype, **settings)
     model = zinf.shard(Wide(), cfg)
     return model, zinf.AdamW(model.parameters(), **SETTINGS)
 
 
 def step(model, optimizer, inputs=1):
     for _ in range(inputs):
-        x = torch.ones(1, WIDTH, dtype=zero3.units(model)[0].dtype)
+        x = torch.ones(1, WIDTH, dtype=zero3.units(model)[0].dtype, requires_grad=True)  # so that backward needs all layers
         model(x).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

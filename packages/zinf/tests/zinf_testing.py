@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -134,6 +135,7 @@ def run_script(script: str, *arguments, folder, forbid=(), timeout: float = 60, 
     done = subprocess.run(
         [sys.executable, "-c", prelude + textwrap.dedent(script), *map(str, arguments)],
         cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as in the tests themselves: torch's sums depend on it
         capture_output=True,
         text=True,
         timeout=timeout,

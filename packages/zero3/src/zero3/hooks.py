@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Models whose forward is running, the innermost last.
+_running: list[PartitionedModel] = []
+
+
+def running_model() -> PartitionedModel | None:
+    """The model whose forward is running, the innermost of several; None outside of any."""
+    return _running[-1] if _running else None
+
 
 class _Forward:
     """The pair of hooks of one module."""
@@ -40,9 +48,11 @@ class _Forward:
         model = self._model
         if not model.depth and torch._C._current_graph_task_id() == -1:
             model.step_begins()
+            model.will_replay = torch.is_grad_enabled()
         model.depth += 1
+        _running.append(model)
         self._pushed.append(self._views and torch.is_grad_enabled() and model.saved_views.push())
-        if not torch.is_grad_enabled() and module.training:
+        if not torch.is_grad_enabled() and model.will_replay:
             for unit in self._units:
                 unit.replays += 1
         elif torch._C._current_graph_task_id() != -1:
@@ -57,6 +67,7 @@ class _Forward:
         if self._pushed.pop():
             model.saved_views.pop()
         model.depth -= 1
+        _running.pop()
         model.let_go(self._units)
         if not model.depth and not torch.is_grad_enabled():
             model.forget_noticed()

@@ -85,6 +85,7 @@ class PartitionedModel:
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
         self.depth = 0  # how many hooked modules run now, one inside the other
+        self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
         self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
         self._ready: dict[int, Unit] = {}  # storage address -> unit gathered there

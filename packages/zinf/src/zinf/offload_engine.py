@@ -6,6 +6,7 @@ knows on which tier each kind of each unit's state lies, and nothing of modules 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from .tiers import Key, Tier, Wait
 from .tiers.nvme import PIECE
 
 if TYPE_CHECKING:
+    from .activation_offload import ActivationStore
     from .offloaded_adamw import AdamW
     from .optimizer_in_step import UpdateInStep
 
@@ -231,9 +233,7 @@ class OffloadEngine(ShardStore):
         if unit in self._waiting:
             shard = self._read_gradient(unit).float().add_(shard)
             self._sums.add(unit)
-        dtype = unit_states.grad_dtype(unit, unit in self._sums)
-        if unit.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            dtype = shard.dtype
+        dtype = self.waiting_dtype(unit)
         tier.create(key, unit.shard_numel, dtype)
         if tier.resident(key) is not None:
             tier.start_write(key, shard)()
@@ -270,6 +270,8 @@ class OffloadEngine(ShardStore):
         return self.read(unit, "grad", self.waiting_dtype(unit), 0, unit.shard_numel)
 
     def waiting_dtype(self, unit: Unit) -> torch.dtype:
+        if self.optimizer is None:  # torch's own optimizers want the gradient in the dtype of the values they update
+            return unit.master_dtype
         return unit_states.grad_dtype(unit, unit in self._sums)
 
     def will_accumulate(self, units: Iterable[Unit]) -> None:
@@ -279,6 +281,15 @@ class OffloadEngine(ShardStore):
     def waits(self, unit: Unit) -> bool:
         """Whether a gradient of `unit` waits."""
         return unit in self._waiting
+
+    # -- activations -----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def activations(self) -> ActivationStore:
+        """Where saved activations go."""
+        from .activation_offload import ActivationStore  # it needs this class
+
+        return ActivationStore(self)
 
     # -- for people ------------------------------------------------------------------------------------------
 

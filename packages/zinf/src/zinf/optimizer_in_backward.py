@@ -88,6 +88,8 @@ class UpdateInBackward(UpdateInStep):
             self.engine.drop_gradient(unit)
             for slot in unit.slots:
                 slot.has_grad = False
+        for unit in self.model.units:
+            unit.replays = 0  # a checkpoint whose loss was thrown away runs no more
         self._finished_backwards = 0
         self._gradients_came = self._updated = False
 
