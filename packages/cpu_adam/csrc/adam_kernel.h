@@ -111,6 +111,7 @@ static void store_param(const struct adam_step *s, int64_t i, ptrdiff_t n, const
         return;
     }
     int16_t *restrict lo = s->param_lo + i;
+#pragma GCC ivdep
     for (ptrdiff_t j = 0; j < n; j++) {
         half[j] = split_hi(bits_of(updated[j]));
         lo[j] = split_lo(bits_of(updated[j]));
