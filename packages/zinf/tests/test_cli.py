@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from zinf.cli import main
+from zinf.models.gpt import GPT
+from zinf.models.model_names import parse_model
+from zinf.training.text_data import TextData, read_text, validation_batches
 
 SMALL = ("--model", "gpt:layers=2,hidden=32,heads=2", "--batch", "4", "--seq", "32", "--dtype", "fp32")
 QUICK = ("--validation-batches", "1", "--sample-length", "8")
@@ -253,6 +257,25 @@ def test_a_fault_under_torchrun_is_said_once_and_ends_all_ranks(tmp_path):
         f"Error: {tmp_path}/absent: No such file or directory"
     ]
     assert not (tmp_path / "out").exists()
+
+
+def test_exported_weights_give_a_plain_model_the_validation_loss_of_the_run(six_steps, tmp_path):
+    out, found = six_steps
+    assert run("export", out, tmp_path / "weights").exit_code == 0
+    model = GPT(parse_model(SMALL[1], positions=32))
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert missing == ["head.weight"]  # tied to the embedding, which is there
+    assert not unexpected
+    ((tokens, targets),) = validation_batches(TextData.from_bytes(read_text("builtin")), batches=1, batch=4, seq=32)
+    assert f"{model(tokens, targets).item():.4f} after 6 steps" in found.stdout
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path):
+    found = run("export", tmp_path, tmp_path / "weights")
+    assert found.exit_code == 2
+    assert found.output.count("\n") == 1
+    assert not (tmp_path / "weights").exists()
 
 
 def test_verify_names_what_is_damaged(six_steps, tmp_path):
