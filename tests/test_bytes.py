@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -56,10 +58,16 @@ def step(model, optimizer, inputs=1):
 
 
 def kernel_bytes():
-    """(read, written) that this process caused on drives so far."""
-    with open("/proc/self/io") as file:
-        counts = dict(line.split(": ") for line in file)
-    return int(counts["read_bytes"]), int(counts["write_bytes"])
+    """(read, written) that this process caused on drives so far, once nothing is on its way any more."""
+    last = None
+    while True:
+        with open("/proc/self/io") as file:
+            counts = dict(line.split(": ") for line in file)
+        now = int(counts["read_bytes"]), int(counts["write_bytes"])
+        if now == last:
+            return now
+        last = now
+        time.sleep(0.1)
 
 
 def moved(model, optimizer, steps=4):

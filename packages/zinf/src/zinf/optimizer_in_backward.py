@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero3.unit import Unit
-from zero3.unit_state import GradState, move_grad
+from zero3.unit_state import GradState, ParamState, move_grad
 
 from .errors import AbortedStepError, ConfigError
 from .optimizer_in_step import UpdateInStep
@@ -21,6 +21,8 @@ from .optimizer_in_step import UpdateInStep
 
 class UpdateInBackward(UpdateInStep):
     """Updates in the last backward of a step."""
+
+    read_late = ("param",)  # it is mostly in memory when the gradient comes
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -48,7 +50,8 @@ class UpdateInBackward(UpdateInStep):
         self._updated = True
         settings = self.optimizer.settings_of(unit)
         self.optimizer.count_step(unit, settings)
-        self.update(unit, settings, self.optimizer.pending_factor, gradient)
+        gathered = unit.own_slice(unit.flat) if unit.state is ParamState.READY and unit.flat.device.type == "cpu" else None
+        self.update(unit, settings, self.optimizer.pending_factor, gradient, param_in=gathered)
         for slot in unit.slots:
             slot.has_grad = False
         self.engine.drop_gradient(unit)

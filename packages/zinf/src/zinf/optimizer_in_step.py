@@ -26,11 +26,14 @@ _STREAM_MOST = 256 << 20
 class UpdateInStep:
     """Decides when the updates of one model run. The engine and the scheduler report what happens."""
 
+    read_late: tuple[str, ...] = ()  # kinds of state that the stream does not read ahead
+
     def __init__(self, optimizer: AdamW, engine: OffloadEngine, model: PartitionedModel):
         self.optimizer = optimizer
         self.engine = engine
         self.model = model
-        self.stream = OptimizerStream(engine, min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST))
+        budget = min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST)
+        self.stream = OptimizerStream(engine, budget, self.read_late)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -53,10 +56,11 @@ class UpdateInStep:
         settings: SlotSettings,
         factor: float,
         gradient: Tensor | None = None,
+        param_in: Tensor | None = None,
         param_out: Tensor | None = None,
     ) -> None:
         """One unit's Adam step. What was gathered of its old values is stale then."""
-        self.stream.update(unit, settings, factor, gradient, param_out)
+        self.stream.update(unit, settings, factor, gradient, param_in, param_out)
         if unit.permanent or unit.state is ParamState.READY:
             self.model.values_changed(unit)
         else:

@@ -53,14 +53,16 @@ class _Loaded:
 class OptimizerStream:
     """Streams pieces of units through Adam.
 
-    budget   bytes of buffers at a time, reads and writes on their way included
+    budget      bytes of buffers at a time, reads and writes on their way included
+    read_late   kinds that are not read ahead, since the update will mostly bring them along
     """
 
-    def __init__(self, engine: OffloadEngine, budget: int):
+    def __init__(self, engine: OffloadEngine, budget: int, read_late: Iterable[str] = ()):
         self._engine = engine
         self._pool = engine.tiers.host_pool
         self._spans = engine.tiers.spans
         self.budget = budget
+        self._read_late = frozenset(read_late)
         self._expected: deque[Piece] = deque()
         self._loaded: dict[Piece, _Loaded] = {}
         self._writing: deque[tuple[list[Wait], PooledBuffer]] = deque()
@@ -99,18 +101,20 @@ class OptimizerStream:
         settings: SlotSettings,
         grad_scale: float,
         gradient: Tensor | None = None,
+        param_in: Tensor | None = None,
         param_out: Tensor | None = None,
     ) -> None:
         """One Adam step on all of `unit`.
 
         settings   slot index -> lr, betas, eps, weight_decay, step; None leaves the parameter as it is
         gradient   (shard_numel,) in host memory; None: the one that waits on its tier
+        param_in   (shard_numel,) in the unit's dtype: the parameters, for a stream that reads them late
         param_out  (shard_numel,) in the unit's dtype: receives the updated parameters, for a gather at hand
         """
         for start, stop in pieces(unit.shard_numel):
             piece = Piece(unit, start, stop)
             runs = _runs(piece, settings)
-            loaded = self._take(piece, gradient is None)
+            loaded = self._take(piece, gradient is None, param_in)
             if runs:
                 part = loaded.states["grad"] if gradient is None else gradient[start:stop]
                 with self._spans.running("optimizer", unit.name):
@@ -121,19 +125,32 @@ class OptimizerStream:
             self._store(piece, loaded)
             self._read_ahead()
 
-    def _take(self, piece: Piece, with_gradient: bool) -> _Loaded:
+    def _take(self, piece: Piece, with_gradient: bool, param_in: Tensor | None) -> _Loaded:
         if piece in self._expected:
             self._expected.remove(piece)
         loaded = self._loaded.pop(piece, None)
         if loaded is None:
             self._reap(wait_for=self._need(piece))
             loaded = self._load(piece)
+        self._bring_late(piece, loaded, param_in)
         with self._spans.running("stall", f"states of {piece.unit.name}"):
             for wait in loaded.arriving:
                 wait()
         if with_gradient:
             loaded.states["grad"] = self._gradient(piece)
         return loaded
+
+    def _bring_late(self, piece: Piece, loaded: _Loaded, param_in: Tensor | None) -> None:
+        """What was not read ahead: out of memory where it is at hand, else from its tier."""
+        for kind in self._read_late & loaded.foreign & unit_states.read_kinds(piece.unit):
+            if kind == "param" and param_in is not None:
+                loaded.states[kind].copy_(param_in[piece.start : piece.stop])
+            else:
+                loaded.arriving.append(self._start_read(piece, kind, loaded.states[kind]))
+
+    def _start_read(self, piece: Piece, kind: str, out: Tensor) -> Wait:
+        engine, unit = self._engine, piece.unit
+        return engine.tier(unit, kind).start_read(engine.key(unit, kind), out, piece.start)
 
     def _gradient(self, piece: Piece) -> Tensor:
         engine, unit = self._engine, piece.unit
@@ -173,10 +190,8 @@ class OptimizerStream:
             nbytes = piece.numel * dtype.itemsize
             states[kind] = buffer.storage[offset : offset + nbytes].view(dtype)
             offset += nbytes
-            if kind in unit_states.read_kinds(unit):
-                loaded.arriving.append(
-                    engine.tier(unit, kind).start_read(engine.key(unit, kind), states[kind], piece.start)
-                )
+            if kind in unit_states.read_kinds(unit) - self._read_late:
+                loaded.arriving.append(self._start_read(piece, kind, states[kind]))
         return loaded
 
     def _store(self, piece: Piece, loaded: _Loaded) -> None:
