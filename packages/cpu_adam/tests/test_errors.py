@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 import cpu_adam
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 ARGUMENTS = ["param", "grad", "exp_avg", "exp_avg_sq"]
 

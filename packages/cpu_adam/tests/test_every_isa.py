@@ -7,10 +7,11 @@ import subprocess
 
 import numpy as np
 import pytest
-import torch
 
 import cpu_adam
 from cpu_adam import _kernel
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ALL_FORMS = list(

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 import cpu_adam
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 ALL_16_BIT_PATTERNS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 

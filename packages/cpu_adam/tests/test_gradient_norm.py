@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 import cpu_adam
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

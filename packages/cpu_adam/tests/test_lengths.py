@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
 
 import cpu_adam
 from cpu_adam import reference
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 GUARD = 17  # elements on either side
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

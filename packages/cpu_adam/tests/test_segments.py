@@ -4,11 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpu_adam
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 DEFAULTS = {"step": 7, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
 OTHERS = [

@@ -5,10 +5,12 @@ import io
 import pickle
 
 import pytest
-import torch
 
 import cpu_adam
-from cpu_adam.torch import CPUAdam
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from cpu_adam.torch import CPUAdam  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # last-bit differences come back through the gradients of later steps
 
