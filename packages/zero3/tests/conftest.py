@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from zero3_testing import RankPools
 
+torch.set_num_threads(1)  # tiny models: threads only wait for one another
+
 
 @pytest.fixture(scope="session")
 def _pools():

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 def gathered_master(unit: Unit) -> Iterator[Tensor]:
     """The unit's full flat buffer in the master dtype (padded_numel,), valid inside. Collective."""
     model = unit.model
+    if unit.plain:
+        yield _flat_of(unit)
+        return
     shard = model.store.master(unit)
     if model.shard_ranks == 1:
         yield shard
@@ -45,8 +48,18 @@ def gathered_master(unit: Unit) -> Iterator[Tensor]:
         model.pool.give_back(buffer)
 
 
+def _flat_of(unit: Unit) -> Tensor:
+    """Of a plain unit the parameters themselves count: the user may have given them other memory."""
+    flat = torch.zeros(unit.padded_numel, dtype=unit.slots[0].param.dtype, device=unit.device)
+    for slot in unit.slots:
+        slot.view_of(flat).copy_(slot.param.detach())
+    return flat
+
+
 def full_tensor(slot: ParamSlot) -> Tensor:
     """The whole parameter on the CPU, in its own dtype; a copy. Collective."""
+    if slot.unit.plain:
+        return slot.param.detach().to("cpu", copy=True)
     model = slot.unit.model
     model.border()
     _bring_back(slot.unit)
@@ -56,7 +69,7 @@ def full_tensor(slot: ParamSlot) -> Tensor:
 
 def _bring_back(unit: Unit) -> None:
     """Values written into a gathered unit must reach its shard before the shard is read."""
-    if unit.state is ParamState.READY and not unit.plain:
+    if unit.state is ParamState.READY:
         unit.model.collect_changes(unit)
 
 
@@ -182,24 +195,20 @@ def load_from(model: nn.Module, source: Source, strict: bool):
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
-def _load_slot(slot: ParamSlot, source, name: str) -> None:
-    unit = slot.unit
-    model = unit.model
-    model.border()
-    first = model.shard_rank * unit.shard_numel + slot.start - slot.offset  # of the own part, in the parameter
-    values = source.flat_part(name, first, first + slot.stop - slot.start) if slot.stop > slot.start else None
-    if values is not None:
-        values = values.to(unit.device, unit.master_dtype)
-        if not (unit.plain or unit.permanent) and unit.state is ParamState.READY:
-            model.release(unit, force=True)
-        model.store.write_back(unit, values, slot.start, slot.stop)
-    model.values_changed(unit)
+def _load_slot(slot: ParamSlot, source: Source, name: str) -> None:
+    if slot.unit.plain:
+        with torch.no_grad():
+            slot.param.copy_(source.flat_part(name, 0, slot.numel).view(slot.shape))
+        return
+    slot.unit.model.border()
+    slot.unit.model.assign(slot, lambda start, stop: source.flat_part(name, start, stop))
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of the buffers that belong into a state_dict."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name in child._buffers:
-            if child._buffers[name] is not None and name not in child._nonpersistent_buffers_set:
+            if child._buffers[name] is not None and name not in child._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name
 
 
@@ -226,25 +235,30 @@ class _PlainStateDict:
     So the placeholders that it stored are replaced, module by module.
     """
 
-    def __init__(self):
-        self._shared: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+    def __init__(self) -> None:
+        self._keep_vars = False
+        self._state: Any = lambda: None  # weak reference to the dict that is being filled
+        self._full: weakref.WeakValueDictionary[ParamSlot, Tensor] = weakref.WeakValueDictionary()  # those in it
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         parameter_forms.Released.detach_gathers = False
+        self._keep_vars = keep_vars
 
     def after(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         parameter_forms.Released.detach_gathers = True
+        if self._keep_vars:
+            return
+        if self._state() is not state:
+            self._state, self._full = weakref.ref(state), weakref.WeakValueDictionary()
         for name, param in module._parameters.items():
-            key = prefix + name
-            if key in state and parameter_forms.is_partitioned(param) and not param._zero3.unit.plain:
-                state[key] = self._full(param._zero3)
+            if prefix + name in state and parameter_forms.is_partitioned(param) and not param._zero3.unit.plain:
+                state[prefix + name] = self._full_tensor(param._zero3)
 
-    def _full(self, slot: ParamSlot) -> Tensor:
+    def _full_tensor(self, slot: ParamSlot) -> Tensor:
         """One tensor for all names of a tied parameter, as torch gives."""
-        full = self._shared.get(id(slot))
+        full = self._full.get(slot)
         if full is None:
-            full = full_tensor(slot)
-            self._shared[id(slot)] = full
+            full = self._full[slot] = full_tensor(slot)
         return full
 
 

@@ -38,8 +38,10 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
     finally:
         changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
         try:
-            if finished:
-                _settle(units, changes, modify)
+            if finished and modify:
+                _keep(slots)
+            elif finished:
+                _refuse(units, changes)
         finally:
             for unit in units:
                 if not finished or not modify:
@@ -70,21 +72,22 @@ def _restore(unit: Unit, before: Tensor | None) -> None:
         unit.flat.copy_(before)  # type: ignore[union-attr]
 
 
-def _settle(units: list[Unit], changes: list[ParamSlot], modify: bool) -> None:
-    """All ranks agree on what was changed (rank 0 tells, or each for itself when nobody may)."""
+def _keep(slots: list[ParamSlot]) -> None:
+    """Rank 0's values become everybody's. All of them: a change through a raw handle shows nowhere."""
+    for slot in slots:
+        unit = slot.unit
+        unit.model.ranks.broadcast(slot.view_of(unit.flat), f"rank 0's values of {slot.name}")  # type: ignore[arg-type]
+        unit.model.write_back(slot)
+        slot.changes += 1
+
+
+def _refuse(units: list[Unit], changes: list[ParamSlot]) -> None:
+    """UnsupportedError on every rank when any rank has changed something."""
     for unit in units:
-        ranks = unit.model.ranks
-        flags = torch.tensor([slot in changes for slot in unit.slots], dtype=torch.uint8)
-        if modify:
-            ranks.broadcast(flags, f"which parameters of unit {unit.name} rank 0 has changed")
-        else:
-            ranks.maximum(flags, f"whether parameters of unit {unit.name} were changed")
-        changed = [slot for slot, flag in zip(unit.slots, flags.tolist(), strict=True) if flag]
-        if changed and not modify:
+        flags = torch.tensor([slot in changes for slot in unit.slots], dtype=torch.uint8, device=unit.device)
+        unit.model.ranks.maximum(flags, f"whether parameters of unit {unit.name} were changed")
+        if flags.any():
             raise UnsupportedError(
-                f"parameter {changed[0].name} was changed inside zero3.gathered(...): the change is dropped. "
-                "To keep rank 0's changes, use gathered(..., modify=True)."
+                f"parameter {unit.slots[int(flags.argmax())].name} was changed inside zero3.gathered(...): the change "
+                "is dropped. To keep rank 0's changes, use gathered(..., modify=True)."
             )
-        for slot in changed:
-            ranks.broadcast(slot.view_of(unit.flat), f"rank 0's values of {slot.name}")  # type: ignore[arg-type]
-            unit.model.write_back(slot)

@@ -67,7 +67,7 @@ class Gradients:
         for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
             unit.unwatched.remove(slot)
             hook = OwnHook(functools.partial(self._arrived, slot))
-            self._hooks[slot] = slot.param.register_post_accumulate_grad_hook(hook)
+            self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
 
     def unwatch(self, unit: Unit) -> None:
         for slot in unit.slots:

@@ -20,9 +20,13 @@ class OwnHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing
 
-    def __reduce__(self) -> str:
-        return "nothing"  # pickled as that function
+    def __reduce__(self) -> tuple:
+        return _find_nothing, ()
 
 
 def nothing(*_: Any) -> None:
     """What a copied module has in place of the hook."""
+
+
+def _find_nothing() -> Callable[..., None]:
+    return nothing

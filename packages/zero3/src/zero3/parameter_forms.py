@@ -109,6 +109,10 @@ class _Partitioned(torch.nn.Parameter):
         with torch.no_grad():
             raw_data(self).copy_(value)
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused: it would be called with this rank's own gradient, before the reduction."""
+        _refuse_hook(self._zero3)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A deep copy is a plain, whole parameter."""
         if id(self) not in memo:
@@ -135,13 +139,39 @@ class Released(_Partitioned):
         kwargs = kwargs or {}
         if func not in _METADATA and (func is not Tensor.detach or cls.detach_gathers):
             slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
+            if func is Tensor.copy_ and _overwritten(*args, **kwargs):
+                return args[0]
             units = {slot.unit for slot in slots}
             for slot in slots:
                 slot.unit.model.notice(slot, beside=units)
                 if func in _RAW_ACCESS:
                     touch(slot)
+            if func is torch.autograd.grad:  # runs user code, in which accesses must be noticed
+                _refuse_unreduced(slots)
+                return func(*args, **kwargs)
         with without_noticing():
             return func(*args, **kwargs)
+
+
+def _overwritten(param: Tensor, values: Any, *_: Any, **__: Any) -> bool:
+    """`released.copy_(values)`: as torch loads a state. No gather, and the shard takes more than gathered precision."""
+    if type(param) is not Released or not isinstance(values, Tensor) or isinstance(values, _Partitioned):
+        return False
+    slot: ParamSlot = param._zero3  # type: ignore[attr-defined]
+    if values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
+        return False
+    flat = values.detach().reshape(-1)
+    slot.unit.model.assign(slot, lambda start, stop: flat[start:stop])
+    return True
+
+
+def _refuse_unreduced(slots: list[ParamSlot]) -> None:
+    for slot in slots:
+        if slot.unit.model.ranks.size > 1:
+            raise UnsupportedError(
+                f"torch.autograd.grad with respect to the partitioned parameter {slot.name} would give this rank's own "
+                "gradient, not the mean over ranks. Use loss.backward() and read param.grad."
+            )
 
 
 def touch(slot: ParamSlot) -> None:
@@ -222,8 +252,18 @@ def become_plain(slot: ParamSlot, value: Tensor) -> None:
         del param._zero3
 
 
+def _refuse_hook(slot: ParamSlot) -> None:
+    raise UnsupportedError(
+        f"parameter {slot.name} is partitioned: a post-accumulate-grad hook on it (an optimizer that steps inside "
+        "backward, for example) would see this rank's unreduced gradient. Step after backward, or use "
+        'zinf.Config(overlap_optimizer="backward").'
+    )
+
+
 def adopt(slot: ParamSlot) -> None:
     """Tie a parameter to its slot, and release it."""
+    if slot.param._post_accumulate_grad_hooks and not is_partitioned(slot.param):  # type: ignore[attr-defined]
+        _refuse_hook(slot)
     slot.param._zero3 = slot
     set_raw_grad(slot.param, None)
     release(slot)
@@ -263,7 +303,7 @@ _METADATA = frozenset(
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.element_size,
         Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference,
         torch.is_floating_point, torch.is_complex, torch.is_inference, torch.numel,
-        Tensor.get_device, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_,
+        Tensor.get_device, Tensor.register_hook, Tensor.requires_grad_,
         Tensor.__hash__, Tensor.__len__, Tensor.is_same_size,
     ]
 )  # fmt: skip

@@ -10,15 +10,18 @@ from torch import nn
 
 from . import full_state, hooks, parameter_forms
 from .collectives import Ranks
+from .errors import UnsupportedError
 from .partitioned_model import PartitionedModel, Settings
 from .scheduler import OnDemand, Scheduler
 from .shard_store import InMemoryStore, ShardStore
 from .unit import Unit
-from .unit_grouping import Group, group
+from .unit_grouping import Group, group, parse_size
 
 log = logging.getLogger(__name__)
 
 _MODEL = "_zero3_model"
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 _SHARD_CHOICES = (
     (),
@@ -57,13 +60,11 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError("the model is wrapped in DistributedDataParallel: shard model.module instead, it needs no wrapper")
-    settings = make_settings(dtype, unit_size, shard, reduce_dtype)
+    if isinstance(model, _WRAPPERS):
+        raise TypeError(f"the model is wrapped in {type(model).__name__}: shard model.module, it needs no wrapper")
+    settings, ranks = make_settings(dtype, unit_size, shard, reduce_dtype), Ranks(group, timeout)
     device = device_of(model)
-    partition(
-        model, Ranks(group, timeout), settings, store or InMemoryStore(device), scheduler or OnDemand(), device
-    )
+    partition(model, ranks, settings, store or InMemoryStore(device), scheduler or OnDemand(), device)
     return model
 
 
@@ -77,6 +78,8 @@ def make_settings(
     for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise ValueError(f"{name}={value!r} is not a floating-point torch.dtype")
+    if unit_size != "auto":
+        parse_size(unit_size)
     return Settings(dtype, unit_size, tuple(shard), reduce_dtype)
 
 
@@ -167,3 +170,14 @@ def _unhook(module: nn.Module) -> None:
     for unit in old.units:
         old.release(unit, force=True)
     old.unhook()
+
+
+def _refuse_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """A wrapper that handles gradients by itself would see placeholders."""
+    if isinstance(wrapper, _WRAPPERS) and getattr(module, _MODEL, None) is not None:
+        raise UnsupportedError(
+            f"the model is partitioned by zero3, which does what {type(wrapper).__name__} does: use it without a wrapper"
+        )
+
+
+nn.modules.module.register_module_module_registration_hook(_refuse_wrapper)

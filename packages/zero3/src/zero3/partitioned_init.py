@@ -43,15 +43,15 @@ def init(
 
     After the block the torch constructors are the original ones again. Nested contexts: the outermost counts.
     """
-    settings = make_settings(dtype, unit_size, shard, reduce_dtype)
+    settings, ranks = make_settings(dtype, unit_size, shard, reduce_dtype), Ranks(group, timeout)
     made: list[nn.Module] = []
-    with constructing(Ranks(group, timeout), settings, lambda device: store or InMemoryStore(device), made.append):
+    with constructing(ranks, settings, lambda device: store or InMemoryStore(device), made.append):
         yield
     for number, module in enumerate(made):
         device = device_of(module)
         own_store = store if store is not None and number == 0 else InMemoryStore(device)
         own_scheduler = scheduler if scheduler is not None and number == 0 else OnDemand()
-        partition(module, Ranks(group, timeout), settings, own_store, own_scheduler, device)
+        partition(module, ranks, settings, own_store, own_scheduler, device)
 
 
 class _Construction:
@@ -151,15 +151,22 @@ def _wrapped_constructors(construction: _Construction) -> Iterator[None]:
             super(nn.Module, cls).__init_subclass__(**kwargs)
         wrap(cls)
 
+    def new_parameter(cls, data=None, requires_grad=True):
+        """torch refuses to make a Parameter of one of ours, as parametrizations do in their constructors."""
+        return parameter_new(cls, data.detach() if parameter_forms.is_partitioned(data) else data, requires_grad)
+
     own = nn.Module.__dict__.get("__init_subclass__")
+    parameter_new = nn.Parameter.__new__
     for cls in _all_subclasses(nn.Module):
         wrap(cls)
     nn.Module.__init_subclass__ = classmethod(later_subclass)  # type: ignore[assignment]
+    nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
         for cls, original in originals.items():
             cls.__init__ = original  # type: ignore[misc]
+        nn.Parameter.__new__ = parameter_new  # type: ignore[method-assign]
         if own is not None:
             nn.Module.__init_subclass__ = own  # type: ignore[assignment]
         else:

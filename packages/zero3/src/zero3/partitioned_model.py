@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,8 @@ class PartitionedModel:
 
     def dtypes_of(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the shard, dtype when gathered) of a parameter, which may be partitioned already."""
-        master = param._zero3.unit.master_dtype if parameter_forms.is_partitioned(param) else param.dtype
+        partitioned = parameter_forms.is_partitioned(param) and not param._zero3.unit.plain
+        master = param._zero3.unit.master_dtype if partitioned else param.dtype
         wanted = self.settings.dtype
         return master, wanted if wanted is not None and master.is_floating_point else master
 
@@ -222,6 +223,20 @@ class PartitionedModel:
         unit = slot.unit
         part = unit.own_slice(unit.flat)[slot.start : slot.stop]
         self.store.write_back(unit, part, slot.start, slot.stop)
+
+    def assign(self, slot: ParamSlot, flat_part: Callable[[int, int], Tensor]) -> None:
+        """Give a parameter new values without gathering it: each rank writes its own part, in the master dtype.
+
+        `flat_part(start, stop)` gives elements [start, stop) of the whole parameter in row-major order.
+        """
+        unit = slot.unit
+        if slot.stop > slot.start:
+            first = self.shard_rank * unit.shard_numel + slot.start - slot.offset
+            values = flat_part(first, first + slot.stop - slot.start).to(unit.device, unit.master_dtype)
+            if not unit.permanent and unit.state is ParamState.READY:
+                self.release(unit, force=True)
+            self.store.write_back(unit, values, slot.start, slot.stop)
+        self.values_changed(unit)
 
     # -- who uses a unit -------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class _HookPair:
 
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is SavedView:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not packed.unit.holds:
                 raise UnsupportedError(
                     f"double backward (create_graph=True) through the partitioned unit {packed.unit.name} is not "
                     "supported: the graph of its gathers does not exist. Compute it on a model that is not "
