@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "backend.hpp"
+#include "latency.hpp"
 #include "request.hpp"
 
 namespace deepnvme {
@@ -70,6 +71,10 @@ class Engine {
 
   const EngineSettings& settings() const { return settings_; }
   const Counters& counters() const { return counters_; }
+  // From handing a piece to the backend to hearing of its end.
+  const LatencyHistogram& latencies(Direction direction) const {
+    return direction == Direction::read ? read_latencies_ : write_latencies_;
+  }
 
  private:
   friend class Worker;
@@ -94,6 +99,7 @@ class Engine {
 
   const EngineSettings settings_;
   Counters counters_;
+  LatencyHistogram read_latencies_, write_latencies_;
 
   mutable std::mutex queue_mutex_;  // guards the queue and the issuing part of every request
   std::deque<std::shared_ptr<Request>> queue_;

@@ -297,6 +297,10 @@ PYBIND11_MODULE(_core, m) {
       .def("wait_notifications", &Engine::wait_notifications, py::call_guard<py::gil_scoped_release>())
       .def("under_way", &Engine::under_way)
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def("latencies",
+           [](const Engine& engine, bool writes) {
+             return engine.latencies(writes ? Direction::write : Direction::read).counts();
+           })
       .def("counters", [](const Engine& engine) {
         const Counters& c = engine.counters();
         return py::dict("requests"_a = c.requests.load(), "finished"_a = c.finished.load(),

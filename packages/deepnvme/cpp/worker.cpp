@@ -49,7 +49,9 @@ void Worker::run() {
 void Worker::reap() {
   outcomes_.clear();
   backend_->reap(outcomes_);
-  for (const Outcome& outcome : outcomes_) settle(outcome);
+  if (outcomes_.empty()) return;
+  const auto now = std::chrono::steady_clock::now();  // one look at the clock for all
+  for (const Outcome& outcome : outcomes_) settle(outcome, now);
 }
 
 bool Worker::may_start(const Operation& operation) const {
@@ -109,17 +111,20 @@ bool Worker::start(uint32_t token) {
                               piece.file_offset + operation.moved,
                               token};
   if (!backend_->queue(submission)) return false;
+  operation.started = std::chrono::steady_clock::now();
   ++with_backend_;
   if (operation.slot) ++bounced_in_flight_;
   engine_.counters_.pieces.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
-void Worker::settle(const Outcome& outcome) {
+void Worker::settle(const Outcome& outcome, std::chrono::steady_clock::time_point now) {
   Operation& operation = operations_[outcome.token];
   --with_backend_;
   if (operation.slot) --bounced_in_flight_;
   const Direction direction = operation.request->transfer.direction;
+  auto& latencies = direction == Direction::read ? engine_.read_latencies_ : engine_.write_latencies_;
+  latencies.add(static_cast<uint64_t>(std::chrono::nanoseconds(now - operation.started).count()));
   if (outcome.result == -EAGAIN || outcome.result == -EINTR) {
     to_start_.push_back(outcome.token);
     return;

@@ -1,6 +1,7 @@
 // One thread with one backend: keeps the drive busy first, copies and sums up after that.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -32,6 +33,7 @@ class Worker {
     std::byte* slot = nullptr;  // of a bounced piece
     size_t moved = 0;           // of piece.nbytes, in earlier attempts
     uint32_t raw_crc = 0;
+    std::chrono::steady_clock::time_point started;
     bool to_sum = false;        // a write whose checksum is not taken yet ...
     bool written = false;       // ... and which the drive has finished already
   };
@@ -52,7 +54,7 @@ class Worker {
 
   uint32_t new_operation(Engine::Cut cut);
   bool start(uint32_t token);
-  void settle(const Outcome& outcome);
+  void settle(const Outcome& outcome, std::chrono::steady_clock::time_point now);
   void complete(uint32_t token);
   void abandon(uint32_t token, int code, const char* note);
   void retire(uint32_t token, bool last);

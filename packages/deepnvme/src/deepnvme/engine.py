@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import operator
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import Any
 from . import _core
 from .arrays import describe, describe_writable
 from .callbacks import Callbacks
+from .drive_profile import DriveProfile, load_profile
 from .errors import ClosedError, ForkedError, io_error
 from .file import Direct, File, PathLike
 from .in_flight import Entry, InFlight
@@ -24,6 +27,10 @@ from .statistics import Statistics
 _MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
 _MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
 _BOUNCE_SLOT = 1 << 20
+# Enough blocks in flight, and large enough ones, to fill the drives that were measured; see benchmarks/.
+_DEFAULT_DEPTH = 32
+_DEFAULT_BLOCK = 1 << 20
+_DEFAULT_BOUNCE_BUFFERS = 16
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -39,6 +46,7 @@ class Engine:
     block_size: the largest of them; a larger transfer is cut.
     threads: of the threads backend; rings of the others, one is enough unless a single core cannot fill the drive.
     bounce_buffers: blocks of 1 MiB through which misaligned transfers pass.
+        These four are, where None, what `deepnvme-bench tune` found for the drive of the first file, else a default.
     direct: True: O_DIRECT or an error; False: page cache; "auto": O_DIRECT where the filesystem has it. For files
         that are given as paths; a File has its own.
 
@@ -62,12 +70,11 @@ class Engine:
         self._direct_setting = direct
         self._all_direct: bool | None = None
         self._flushed = 0  # requests that earlier flushes accounted for
-        self.queue_depth: int = _check_depth(queue_depth)
-        self.block_size: int = _check_block(block_size)
-        self.bounce_buffers: int = _check_count("bounce_buffers", bounce_buffers, 16, 4096)
-        self.backend, self.threads, self._core = self._start(backend, threads)
-        self._in_flight = InFlight(self._core)
-        self._callbacks = Callbacks(self._core)
+        self._wanted = (backend, queue_depth, block_size, threads, bounce_buffers)
+        self._start(DriveProfile(""))
+        # The first file tells the drive, and so whether there is a profile for what was left open.
+        self._may_adopt_profile = None in self._wanted
+        self._adopting = threading.Lock()
         # Files that were given as paths, as long as a request uses them: a thousand writes to one path open it once.
         self._open_paths: weakref.WeakValueDictionary[tuple[str, str], File] = weakref.WeakValueDictionary()
         _engines.add(self)
@@ -126,6 +133,19 @@ class Engine:
 
     def stats(self) -> Statistics:
         return Statistics(backend=self.backend, direct=self.direct, **self._core.counters())
+
+    def latency(self, op: str, quantile: float) -> float:
+        """Seconds within which this share of the pieces of "read" or "write" were done; nan when there were none.
+
+        From handing a piece to the kernel to hearing of its end, at most 1/16 too long.
+        """
+        counts = self._core.latencies({"read": False, "write": True}[op])
+        wanted = quantile * sum(count for _, count in counts)
+        for bound, count in counts:
+            wanted -= count
+            if wanted <= 0:
+                return bound / 1e9
+        return math.nan
 
     @property
     def direct(self) -> bool | None:
@@ -189,6 +209,8 @@ class Engine:
             raise ValueError(f"offset must not be negative, found {offset}")
         host = describe(array) if writes else describe_writable(array)
         opened = file if isinstance(file, File) else self._open_path(file, writes)
+        if self._may_adopt_profile:
+            self._adopt_profile(opened)
         core = opened._open_core()
         if writes and opened.mode == "r":
             raise ValueError(f"{opened!r} was opened for reading: use mode 'r+' or 'w'")
@@ -212,24 +234,43 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _start(self, wanted: str, threads: int | None) -> tuple[str, int, _core.Engine]:
+    def _start(self, profile: DriveProfile) -> None:
+        """Starts the core with what was asked for, else the profile's settings, else the defaults."""
+        backend, depth, block, threads, bounce_buffers = self._wanted
+        self.queue_depth: int = _check_depth(_first(depth, profile.queue_depth, _DEFAULT_DEPTH))
+        self.block_size: int = _check_block(_first(block, profile.block_size, _DEFAULT_BLOCK))
+        slots = _first(bounce_buffers, profile.bounce_buffers, _DEFAULT_BOUNCE_BUFFERS)
+        self.bounce_buffers: int = _check_count("bounce_buffers", slots, 4096)
+        self.backend, self.threads, self._core = self._start_core(backend, _first(threads, profile.threads))
+        self._in_flight = InFlight(self._core)
+        self._callbacks = Callbacks(self._core)
+
+    def _start_core(self, wanted: str, threads: int | None) -> tuple[str, int, _core.Engine]:
         """The backend of that name, or with "auto" the best one that works here with these settings."""
         names = _core.backend_names()
         if wanted not in ("auto", *names):
             raise ValueError(f"backend must be 'auto' or one of {names}, found {wanted!r}")
         refusals: list[OSError] = []
         for name in names if wanted == "auto" else [wanted]:
-            count = _check_count("threads", threads, 4 if name == "threads" else 1, 256)
+            count = _check_count("threads", _first(threads, 4 if name == "threads" else 1), 256)
             try:
-                core = _core.Engine(
-                    name, self.queue_depth, self.block_size, count, self.bounce_buffers, _BOUNCE_SLOT
-                )
+                core = _core.Engine(name, self.queue_depth, self.block_size, count, self.bounce_buffers, _BOUNCE_SLOT)
             except OSError as e:
                 refusals.append(OSError(e.errno, f"backend {name!r} cannot run here: {e.strerror}"))
             else:
                 _warn_once_about(name, refusals)
                 return name, count, core
         raise refusals[-1]
+
+    def _adopt_profile(self, file: File) -> None:
+        with self._adopting:
+            if not self._may_adopt_profile:
+                return
+            profile = load_profile(file.identity[0][0])
+            if profile is not None:
+                self._core.close()  # it has had nothing to do yet
+                self._start(profile)
+            self._may_adopt_profile = False
 
     def _wait_for(self, requests: list[_core.Request]) -> None:
         for request in requests:
@@ -290,28 +331,31 @@ def _warn_once_about(name: str, refusals: list[OSError]) -> None:
         warnings.warn(f"using the backend {name!r}: {reasons}", RuntimeWarning, stacklevel=4)
 
 
-def _check_depth(depth: int | None) -> int:
-    depth = _check_count("queue_depth", depth, 32, None)
+def _first(*settings: Any) -> Any:
+    """The first that is not None."""
+    return next((setting for setting in settings if setting is not None), None)
+
+
+def _check_depth(depth: int) -> int:
+    depth = _check_count("queue_depth", depth, None)
     if depth > _MOST_DEPTH:
         warnings.warn(
             f"queue_depth {depth} is more than any drive uses, and could exceed system limits (fs.aio-max-nr, "
             f"locked memory): using {_MOST_DEPTH}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return min(depth, _MOST_DEPTH)
 
 
-def _check_block(block_size: int | str | None) -> int:
-    nbytes = parse_size("1MiB" if block_size is None else block_size, "block_size")
+def _check_block(block_size: int | str) -> int:
+    nbytes = parse_size(block_size, "block_size")
     if nbytes == 0 or nbytes % 4096 or nbytes > _MOST_BLOCK:
         raise ValueError(f"block_size must be a multiple of 4KiB up to 1GiB, found {block_size!r}")
     return nbytes
 
 
-def _check_count(name: str, count: int | None, default: int, most: int | None) -> int:
-    if count is None:
-        return default
+def _check_count(name: str, count: int, most: int | None) -> int:
     count = operator.index(count)
     if count < 1 or (most is not None and count > most):
         raise ValueError(f"{name} must be at least 1" + (f" and at most {most}" if most else "") + f", found {count}")
