@@ -19,6 +19,7 @@ from torch import nn as _nn
 
 import zero3 as _zero3
 
+from .activation_offload import checkpoint, offload_saved
 from .config import Config
 from .durable_save import SaveResult, load, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "SaveResult",
     "ZinfError",
+    "checkpoint",
     "clip_grad_norm_",
     "export",
     "full_grad",
@@ -47,6 +49,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "no_sync",
+    "offload_saved",
     "report",
     "save",
     "set_full_state",

@@ -46,7 +46,8 @@ class Config:
     optimizer: Tier = "device"
     """Tier of the optimizer's states: remainder of the master weight, and moments."""
     activations: Tier | None = None
-    """Tier of checkpointed activations. None: no automatic checkpointing."""
+    """Tier of checkpointed activations: blocks of a ModuleList of equal blocks are checkpointed by themselves, and
+    their inputs wait there. None: no automatic checkpointing."""
     shard: tuple[str, ...] = _ALL
     """What is partitioned over the ranks; () is plain data parallel."""
     nvme: Sequence[str | os.PathLike] | str | os.PathLike = ()
@@ -117,8 +118,6 @@ class Config:
             raise ConfigError(f"loss_scale={self.loss_scale!r} is neither 'dynamic' nor a positive number")
         if self.tile_bytes is not None:
             raise ConfigError("tile_bytes is not available in this version: it must be None")
-        if self.activations is not None:
-            raise ConfigError("activations is not available in this version: it must be None")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:

@@ -93,6 +93,10 @@ def _partition(
     _check_space(config, placement, trained, frozen)
     engine = OffloadEngine(config, placement, tiers)
     partition(module, ranks, settings, engine, Prefetcher(engine, config.prefetch), device)
+    if config.activations is not None:
+        from .activation_offload import checkpoint_blocks  # it needs engine_of
+
+        checkpoint_blocks(module)
     weakref.finalize(module, tiers.close)
 
 

@@ -38,7 +38,7 @@ class Key:
 
     unit: int
     kind: str
-    """"param", "remainder", "master", "exp_avg", "exp_avg_sq" or "grad"."""
+    """"param", "remainder", "master", "exp_avg", "exp_avg_sq", "grad" or "activation"."""
 
     def __str__(self) -> str:
         return f"{self.unit}.{self.kind}"
@@ -63,6 +63,15 @@ class Tier(Protocol):
 
     def free(self, key: Key) -> None:
         """The room may be used for something else."""
+
+    def start_put(self, key: Key, values: Tensor) -> Wait:
+        """Keep `values` (n,) as a whole, without `create`: for what lives shorter than a step."""
+
+    def start_get(self, key: Key, out: Tensor) -> Wait:
+        """Fill `out` (n,) with what was put; returns the wait."""
+
+    def drop(self, key: Key) -> None:
+        """Forget what was put."""
 
 
 NO_WAIT = Wait()

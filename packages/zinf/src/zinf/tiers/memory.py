@@ -48,3 +48,13 @@ class MemoryTier:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self.nbytes -= kept.nbytes
+
+    def start_put(self, key: Key, values: Tensor) -> Wait:
+        self.create(key, values.numel(), values.dtype)
+        return self.start_write(key, values)
+
+    def start_get(self, key: Key, out: Tensor) -> Wait:
+        return self.start_read(key, out)
+
+    def drop(self, key: Key) -> None:
+        self.free(key)

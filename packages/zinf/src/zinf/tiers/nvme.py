@@ -21,7 +21,7 @@ from . import NO_WAIT, Key, Wait
 # writes a part of a tensor begins at a multiple of it.
 PIECE = 2 << 20
 
-_KINDS = {"param": "parameters", "grad": "gradients"}  # all others belong to the optimizer
+_KINDS = {"param": "parameters", "grad": "gradients", "activation": "activations"}  # all others belong to the optimizer
 
 
 @dataclass
@@ -102,6 +102,16 @@ class NvmeTier:
                 self._swap.pop(name)
             self.nbytes -= numel * dtype.itemsize
 
+    def start_put(self, key: Key, values: Tensor) -> Wait:
+        return self._watch("written", key, [self._swap.put(str(key), values)], values.nbytes)
+
+    def start_get(self, key: Key, out: Tensor) -> Wait:
+        return self._watch("read", key, [self._swap.get(str(key), out=out)], out.nbytes)
+
+    def drop(self, key: Key) -> None:
+        if not self._closed:
+            self._swap.pop(str(key))
+
     def close(self) -> None:
         self._closed = True
         self._swap.close()
@@ -115,7 +125,8 @@ class NvmeTier:
     def _pieces(self, key: Key, first: int, count: int) -> list[tuple[str, int, int]]:
         numel, _ = self._sizes[key]
         stop = first + count
-        assert first % PIECE == 0 and (stop % PIECE == 0 or stop == numel), (key, first, count, numel)
+        if first % PIECE or (stop % PIECE and stop != numel):
+            raise AssertionError(f"{key}: [{first}, {stop}) of {numel} does not begin and end with a piece")
         return [piece for piece in self._named(key, numel) if piece[1] >= first and piece[2] <= stop]
 
     def _watch(self, direction: str, key: Key, requests: list, nbytes: int) -> Wait:

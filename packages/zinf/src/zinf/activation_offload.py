@@ -1,0 +1,231 @@
+"""Activations on any tier (paper, 5.1: CPU offload of activations; and NVMe, which it leaves as future work).
+
+    checkpoint(fn, *args)    runs `fn` again in backward; its inputs wait on the activations' tier of the running model
+    offload_saved(model)     inside, every tensor that autograd saves goes to that tier
+    checkpoint_blocks(...)   Config(activations=...): every block of a list of equal blocks is checkpointed by itself
+
+All three come through the door of saved-tensor hooks. What is written lies in the tensor's own strides, so backward
+computes with exactly what forward saw; what backward needs next is read ahead, in the order in which it was saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from zero3.hooks import running_model
+from zero3.partitioned_model import PartitionedModel
+from zero3.saved_views import SavedView
+
+from .errors import ConfigError
+from .offload_engine import OffloadEngine
+from .partitioning import engine_of
+from .tiers import Key, Wait
+
+# Tensors smaller than this stay where they are: a transfer would cost more than their memory.
+_SMALLEST = 64 << 10
+
+# Bytes of writes that may be on their way, and of reads ahead.
+_IN_FLIGHT = 64 << 20
+
+
+def checkpoint(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)` without keeping what lies between: backward runs `fn` again, with the same random numbers.
+
+    The tensors among `args` wait on the activations' tier of the model whose forward is running (`device` where
+    Config says None, and outside of any). Gradients are those of a plain call.
+    """
+    model = running_model()
+    engine = model.store if model is not None and isinstance(model.store, OffloadEngine) else None
+    if model is None or engine is None or engine.config.activations in (None, "device") or not torch.is_grad_enabled():
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    # Only the inputs are saved under our hooks: within `fn`, the checkpoint's own are above them.
+    with _saving_to(engine, model):
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+
+@contextmanager
+def offload_saved(model: nn.Module) -> Iterator[None]:
+    """Inside, every tensor that autograd saves for backward goes to the activations' tier of `model`.
+
+    ConfigError when Config(activations=...) names none.
+    """
+    engine, machinery = engine_of(model)
+    if engine.config.activations is None:
+        raise ConfigError("no tier for saved activations: give Config(activations='cpu') or 'nvme'")
+    with _saving_to(engine, machinery):
+        yield
+
+
+def checkpoint_blocks(module: nn.Module) -> None:
+    """Checkpoint every block of every list of at least two blocks of one class in `module`."""
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1:
+            for block in child:
+                # The module's hooks (gather, release) stay outside; only what they enclose runs again.
+                block.forward = functools.partial(checkpoint, block.forward)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _saving_to(engine: OffloadEngine, machinery: PartitionedModel) -> Iterator[None]:
+    hooks = _Hooks(engine.activations, machinery)
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        yield
+
+
+class _Hooks:
+    """Weights become views of their unit; small tensors stay; all else goes to the store."""
+
+    def __init__(self, store: ActivationStore, machinery: PartitionedModel):
+        self._store, self._machinery = store, machinery
+        in_place = (unit.flat for unit in machinery.units if unit.permanent)
+        self._parameters = {flat.untyped_storage()._cdata for flat in in_place if flat is not None}
+
+    def pack(self, tensor: Tensor) -> Any:
+        unit = self._machinery.unit_of_memory(tensor)
+        if unit is not None:
+            return SavedView(unit, tensor)
+        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._parameters:
+            return SavedActivation(self._store, tensor)
+        return self._store.put(tensor)
+
+    def unpack(self, packed: SavedView | SavedActivation) -> Tensor:
+        return packed.rebuild() if isinstance(packed, SavedView) else packed.get()
+
+
+class SavedActivation:
+    """A tensor that autograd saved. Lives as long as the graph node that saved it."""
+
+    def __init__(self, store: ActivationStore, tensor: Tensor):
+        self._store = store
+        self.tensor: Tensor | None = tensor.detach()  # until it is on its tier
+        self._saved_at = tensor._version
+        self._found_at = self._saved_at  # the version when it was freed
+        self._size = tensor.shape
+        if tensor.layout is torch.strided:
+            self._stride, self.numel = tensor.stride(), _span(tensor)
+        self.dtype = tensor.dtype
+        self.key: Key | None = None
+        self.writing: Wait | None = None
+        self.reading: tuple[Wait, Any] | None = None  # a read ahead, and the pool's buffer that it fills
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def free(self) -> None:
+        """It is on its tier: let the memory go. From then on it cannot be changed any more."""
+        if self.tensor is not None:
+            self._found_at = self.tensor._version
+            self.tensor = None
+
+    def get(self) -> Tensor:
+        """The tensor, with its own strides. RuntimeError when it was changed in place after it was saved.
+
+        torch itself does not look for such changes where hooks are.
+        """
+        version = self._found_at if self.tensor is None else self.tensor._version
+        if version != self._saved_at:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.dtype} {tuple(self._size)} is at version {version}; expected version {self._saved_at}"
+            )
+        if self.tensor is not None:
+            return self.tensor
+        return self._store.fetch(self).as_strided(self._size, self._stride)
+
+    def __del__(self):
+        if self.key is not None:
+            self._store.drop(self)
+
+
+class ActivationStore:
+    """Activations of one model on their tier; the newest are the first that backward asks for."""
+
+    def __init__(self, engine: OffloadEngine):
+        self._tiers = engine.tiers
+        self._tier_name = engine.config.activations or "device"
+        self._kept: OrderedDict[Key, SavedActivation] = OrderedDict()  # on the tier or on its way, oldest first
+        self._writing: list[SavedActivation] = []
+        self._reading_nbytes = 0
+
+    def put(self, tensor: Tensor) -> SavedActivation:
+        """Save `tensor`; it may be freed when its write is done."""
+        saved = SavedActivation(self, tensor)
+        wants_tier = self._tier_name == "nvme" or (self._tier_name == "cpu" and tensor.device.type != "cpu")
+        if not wants_tier or saved.nbytes < _SMALLEST or saved.numel > 2 * max(tensor.numel(), 1):
+            return saved
+        flat = saved.tensor.as_strided((saved.numel,), (1,), tensor.storage_offset())  # type: ignore[union-attr]
+        saved.key = Key(self._tiers.number(), "activation")
+        saved.writing = self._tiers.of(self._tier_name).start_put(saved.key, flat)
+        self._kept[saved.key] = saved
+        self._writing.append(saved)
+        self._let_go(_IN_FLIGHT)
+        return saved
+
+    def _let_go(self, in_flight: int) -> None:
+        """Free what is written; wait for the oldest while more than `in_flight` bytes are on their way."""
+        while self._writing:
+            oldest = self._writing[0]
+            waiting = sum(saved.nbytes for saved in self._writing)
+            if not oldest.writing.done() and waiting <= in_flight:  # type: ignore[union-attr]
+                return
+            self._writing.pop(0)
+            if oldest.key in self._kept:
+                oldest.writing()  # type: ignore[misc]
+                oldest.free()
+
+    def fetch(self, saved: SavedActivation) -> Tensor:
+        """The flat elements (numel,), in memory of the pool that is reused when nobody views it any more."""
+        if saved.reading is None:
+            self._start_reading(saved)
+        wait, buffer = saved.reading  # type: ignore[misc]
+        saved.reading = None
+        self._read_ahead(saved)
+        with self._tiers.spans.running("stall", "activation"):
+            wait()
+        self._reading_nbytes -= saved.nbytes
+        flat = buffer.flat(saved.numel, saved.dtype)
+        self._tiers.device_pool.give_back(buffer)
+        return flat
+
+    def _start_reading(self, saved: SavedActivation) -> None:
+        buffer = self._tiers.device_pool.take(saved.nbytes, "activation")
+        tier = self._tiers.of(self._tier_name)
+        wait = tier.start_get(saved.key, buffer.flat(saved.numel, saved.dtype))  # type: ignore[arg-type]
+        saved.reading = (wait, buffer)
+        self._reading_nbytes += saved.nbytes
+
+    def _read_ahead(self, saved: SavedActivation) -> None:
+        """Backward goes from the newest to the oldest."""
+        older = False
+        for candidate in reversed(self._kept.values()):
+            if older and candidate.tensor is None and candidate.reading is None:
+                if self._reading_nbytes + candidate.nbytes > _IN_FLIGHT:
+                    return
+                self._start_reading(candidate)
+            older = older or candidate is saved
+
+    def drop(self, saved: SavedActivation) -> None:
+        """The graph is gone, or backward is done with it."""
+        self._kept.pop(saved.key, None)  # type: ignore[arg-type]
+        if saved.reading is not None:
+            wait, buffer = saved.reading
+            wait()
+            self._reading_nbytes -= saved.nbytes
+            self._tiers.device_pool.give_back(buffer)
+        self._tiers.of(self._tier_name).drop(saved.key)  # type: ignore[arg-type]
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements of storage from the first to the last that `tensor` touches."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
