@@ -310,7 +310,10 @@ class Gradients:
             part = slot.piece_of(stored).as_subclass(ShardGradient)
             part._zero3 = slot
             return part
-        return slot.view_of(unit.unsynced) if slot.index in unit.unsynced_slots else None  # type: ignore[arg-type]
+        if slot.index in unit.unsynced_slots:
+            return slot.view_of(unit.unsynced)  # type: ignore[arg-type]
+        self._model.store.check_gradient(unit)
+        return None
 
     def assign(self, slot: ParamSlot, value: Tensor | None) -> None:
         """`param.grad = value`."""

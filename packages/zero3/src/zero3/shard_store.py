@@ -62,6 +62,9 @@ class ShardStore(Protocol):
     def gradient(self, unit: Unit) -> Tensor | None:
         """The gradient that has arrived, to read or change in place; None when there is none."""
 
+    def check_gradient(self, unit: Unit) -> None:
+        """Somebody asks for a gradient that is not there: raise where it was there, and has been used up."""
+
     def drop_gradient(self, unit: Unit) -> None:
         """zero_grad(): nothing has arrived."""
 
@@ -119,6 +122,9 @@ class InMemoryStore:
 
     def gradient(self, unit: Unit) -> Tensor | None:
         return self._gradients.get(unit)
+
+    def check_gradient(self, unit: Unit) -> None:
+        """Nothing is used up."""
 
     def drop_gradient(self, unit: Unit) -> None:
         self._gradients.pop(unit, None)
