@@ -1,0 +1,126 @@
+"""deepnvme beside fio on the same drive: paired ratios, as JSON.
+
+    python benchmarks/against_fio.py DIR [--gib 2] [--pairs 9] [--runtime 2] [--json FILE]
+
+Sequential read and overwrite with O_DIRECT and default settings of ours, against the best of a few settings of fio
+(--time_based, huge pages under both). fio runs right before ours each time, so that a pair meets the drive in one
+state. `plain` is an ordinary torch-like tensor (malloc'ed, misaligned, 4 KiB pages, touched before); `checksum` sums up
+a crc32c on the way. 1.0 is fio's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+
+import numpy as np
+
+import deepnvme
+from deepnvme.bench import fio
+from deepnvme.bench.sweep import Point, Workspace
+
+FIO_SETTINGS = [(1 << 20, 32), (4 << 20, 16)]  # block, depth: the best of fio's own sweep
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def misaligned(nbytes: int) -> np.ndarray:
+    """As malloc places a large tensor: 64 bytes into a page, on whatever pages the system gives."""
+    memory = np.empty(nbytes + 8192, np.uint8)
+    start = (64 - memory.ctypes.data) % 4096
+    memory[:] = 1
+    return memory[start : start + nbytes]
+
+
+def ours(space: Workspace, array: np.ndarray, op: str, seconds: float, checksum: bool = False) -> tuple[float, float]:
+    """(GB/s, CPU s/GB) of whole passes over the file for at least so many seconds."""
+    with deepnvme.Engine() as io, deepnvme.File(space.path, "r+") as file:
+        io.read(file, array[:4096]).wait()
+        cpu, started, moved = cpu_seconds(), time.perf_counter(), 0
+        while time.perf_counter() - started < seconds:
+            for offset in range(0, space.size, array.nbytes):
+                io._submit(op == "write", file, array, offset, checksum)
+                moved += array.nbytes
+            io.flush()
+        elapsed = time.perf_counter() - started
+        return moved / 1e9 / elapsed, (cpu_seconds() - cpu) / (moved / 1e9)
+
+
+def small_requests(space: Workspace, array: np.ndarray, op: str, count: int, nbytes: int, depth: int) -> float:
+    """GB/s of `count` requests of `nbytes` submitted one by one from Python."""
+    with deepnvme.Engine(queue_depth=depth) as io, deepnvme.File(space.path, "r+") as file:
+        started = time.perf_counter()
+        for i in range(count):
+            where = i * nbytes % (space.size - nbytes)
+            part = array[where % (array.nbytes - nbytes) // 4096 * 4096 :][:nbytes]
+            io._submit(op == "write", file, part, where)
+        io.flush()
+        return count * nbytes / 1e9 / (time.perf_counter() - started)
+
+
+def ratio(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("directory")
+    arguments.add_argument("--gib", type=float, default=2)
+    arguments.add_argument("--pairs", type=int, default=9)
+    arguments.add_argument("--runtime", type=int, default=2, help="seconds of each measurement")
+    arguments.add_argument("--json")
+    given = arguments.parse_args()
+    if fio.why_not():
+        sys.exit(fio.why_not())
+    size = int(given.gib * (1 << 30))
+    huge = deepnvme.empty(min(size, 256 << 20)).numpy()
+    huge[:] = 1
+    arrays = {"aligned": (huge, False), "checksum": (huge, True), "plain": (misaligned(huge.nbytes), False)}
+    result: dict = {"settings": vars(given), "backends": deepnvme.backends(), "sequential": {}, "small": {}}
+    with Workspace(given.directory, size) as space:
+        for op in ("read", "write"):
+            found: dict[str, dict[str, list[float]]] = {name: {"ratio": [], "rate": [], "cpu": []} for name in arrays}
+            fio_rates = []
+            for pair in range(given.pairs):
+                block, depth = FIO_SETTINGS[pair % len(FIO_SETTINGS)]
+                for name, (array, checksum) in arrays.items():
+                    peer = fio.measure(space, Point(op, "io_uring", block, depth), given.runtime)
+                    rate, cpu = ours(space, array, op, given.runtime, checksum)
+                    fio_rates.append(peer["gigabytes_per_second"])
+                    found[name]["ratio"].append(rate / peer["gigabytes_per_second"])
+                    found[name]["rate"].append(rate)
+                    found[name]["cpu"].append(cpu)
+            result["sequential"][op] = {
+                "fio_gigabytes_per_second": ratio(fio_rates),
+                **{
+                    name: {
+                        "of_fio": ratio(f["ratio"]),
+                        "gigabytes_per_second": ratio(f["rate"]),
+                        "cpu_seconds_per_gigabyte": ratio(f["cpu"]),
+                    }
+                    for name, f in found.items()
+                },
+            }
+        for count, nbytes in ((200, 8 << 20), (5000, 64 << 10)):
+            for op in ("read", "write"):
+                pairs = []
+                for _ in range(given.pairs):
+                    peer = fio.measure(space, Point(op, "io_uring", nbytes, 64), 1)["gigabytes_per_second"]
+                    pairs.append(small_requests(space, huge, op, count, nbytes, 64) / peer)
+                result["small"][f"{count} x {nbytes} {op}, of fio at depth 64"] = ratio(pairs)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if given.json:
+        with open(given.json, "w") as f:
+            f.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What misaligned memory costs: bounced against direct, reading and writing, for several sizes of the pool. JSON.
+
+    python benchmarks/bounce_cost.py DIR [--mib 512] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+
+import numpy as np
+
+import deepnvme
+
+
+def rate(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str) -> tuple[float, float]:
+    """(GB/s, CPU s/GB) of one transfer of the whole array."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    started = time.perf_counter()
+    getattr(io, op)(file, array).wait()
+    elapsed = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return array.nbytes / 1e9 / elapsed, cpu / (array.nbytes / 1e9)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("directory")
+    arguments.add_argument("--mib", type=int, default=512)
+    arguments.add_argument("--rounds", type=int, default=5)
+    given = arguments.parse_args()
+    nbytes = given.mib << 20
+
+    aligned = deepnvme.empty(nbytes).numpy()
+    ordinary = np.empty(nbytes + 8192, np.uint8)
+    start = -ordinary.ctypes.data % 4096
+    arrays = {
+        "aligned, huge pages": aligned,
+        "aligned, ordinary pages": ordinary[start:][:nbytes],
+        "64 bytes off (bounces)": ordinary[start + 64 :][:nbytes],
+    }
+    for array in arrays.values():
+        array[:] = 1
+    found: dict[str, dict[str, list[float]]] = {}
+    with deepnvme.File.anonymous(given.directory, size=nbytes) as file:
+        with deepnvme.Engine() as io:
+            io.write(file, aligned).wait()  # the first write of a place is slower than all others
+        for _ in range(given.rounds):
+            for slots in (4, 16, 64):
+                for name, array in arrays.items():
+                    if slots != 16 and "bounces" not in name:
+                        continue
+                    with deepnvme.Engine(bounce_buffers=slots) as io:
+                        rate(io, file, array[: 64 << 20], "read")  # the pool's first touch
+                        for op in ("read", "write"):
+                            gigabytes_per_second, cpu = rate(io, file, array, op)
+                            entry = found.setdefault(f"{op}, {name}, {slots} slots", {"rate": [], "cpu": []})
+                            entry["rate"].append(gigabytes_per_second)
+                            entry["cpu"].append(cpu)
+    report = {
+        name: {
+            "gigabytes_per_second": statistics.median(entry["rate"]),
+            "cpu_seconds_per_gigabyte": statistics.median(entry["cpu"]),
+        }
+        for name, entry in found.items()
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
