@@ -24,10 +24,11 @@ from .config import Config
 from .durable_save import SaveResult, load, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
 from .full_state import full_grad, full_state, set_full_state
+from .offload_engine import engine_of as _engine_of
 from .offloaded_adamw import AdamW
-from .partitioning import engine_of as _engine_of
 from .partitioning import init, shard
 from .safetensors_stream import export, load_pretrained
+from .tiled_cross_entropy import cross_entropy
 from .timeline import trace
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "ZinfError",
     "checkpoint",
     "clip_grad_norm_",
+    "cross_entropy",
     "export",
     "full_grad",
     "full_state",
@@ -65,7 +67,7 @@ def report(model: _nn.Module) -> dict[str, Any]:
     bytes      {nvme_read, nvme_written, by_kind: {parameters, gradients, optimizer, activations}: {read, written}}
     peak       {device, host}: bytes of gathered units (on a CPU too), and of all of ours in host memory
     prefetch   {hits, misses}
-    placement  {unit: {params, grads, optimizer}}: tiers
+    placement  {parameter: {params, grads, optimizer}}: tiers
     limit      {compute, drive, link, memory}: seconds that each needs at least for such a step
     io         {backend, direct, dirs}
     grad_norm  global norm before clipping, where it was computed

@@ -11,10 +11,11 @@ computes with exactly what forward saw; what backward needs next is read ahead, 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -25,8 +26,7 @@ from zero3.partitioned_model import PartitionedModel
 from zero3.saved_views import SavedView
 
 from .errors import ConfigError
-from .offload_engine import OffloadEngine
-from .partitioning import engine_of
+from .offload_engine import OffloadEngine, engine_of
 from .tiers import Key, Wait
 
 # Tensors smaller than this stay where they are: a transfer would cost more than their memory.
@@ -113,7 +113,6 @@ class SavedActivation:
             self._stride, self.numel = tensor.stride(), _span(tensor)
         self.dtype = tensor.dtype
         self.key: Key | None = None
-        self.writing: Wait | None = None
         self.reading: tuple[Wait, Any] | None = None  # a read ahead, and the pool's buffer that it fills
 
     @property
@@ -146,14 +145,24 @@ class SavedActivation:
             self._store.drop(self)
 
 
+class _Write(NamedTuple):
+    """A write on its way. deepnvme keeps the memory alive until it is done, whoever else lets go."""
+
+    saved: weakref.ref[SavedActivation]
+    done: Wait
+    nbytes: int
+
+
 class ActivationStore:
     """Activations of one model on their tier; the newest are the first that backward asks for."""
 
     def __init__(self, engine: OffloadEngine):
         self._tiers = engine.tiers
         self._tier_name = engine.config.activations or "device"
-        self._kept: OrderedDict[Key, SavedActivation] = OrderedDict()  # on the tier or on its way, oldest first
-        self._writing: list[SavedActivation] = []
+        # Held weakly, since a tensor is dropped when its graph goes: what is on the tier or on its way, oldest first,
+        # and the writes that are on their way.
+        self._kept: OrderedDict[Key, weakref.ref[SavedActivation]] = OrderedDict()
+        self._writing: deque[_Write] = deque()
         self._reading_nbytes = 0
 
     def put(self, tensor: Tensor) -> SavedActivation:
@@ -164,23 +173,22 @@ class ActivationStore:
             return saved
         flat = saved.tensor.as_strided((saved.numel,), (1,), tensor.storage_offset())  # type: ignore[union-attr]
         saved.key = Key(self._tiers.number(), "activation")
-        saved.writing = self._tiers.of(self._tier_name).start_put(saved.key, flat)
-        self._kept[saved.key] = saved
-        self._writing.append(saved)
+        done = self._tiers.of(self._tier_name).start_put(saved.key, flat)
+        self._kept[saved.key] = weakref.ref(saved)
+        self._writing.append(_Write(weakref.ref(saved), done, saved.nbytes))
         self._let_go(_IN_FLIGHT)
         return saved
 
     def _let_go(self, in_flight: int) -> None:
         """Free what is written; wait for the oldest while more than `in_flight` bytes are on their way."""
-        while self._writing:
-            oldest = self._writing[0]
-            waiting = sum(saved.nbytes for saved in self._writing)
-            if not oldest.writing.done() and waiting <= in_flight:  # type: ignore[union-attr]
-                return
-            self._writing.pop(0)
-            if oldest.key in self._kept:
-                oldest.writing()  # type: ignore[misc]
-                oldest.free()
+        waiting = sum(write.nbytes for write in self._writing)
+        while self._writing and (waiting > in_flight or self._writing[0].done.done()):
+            write = self._writing.popleft()
+            waiting -= write.nbytes
+            write.done()
+            saved = write.saved()
+            if saved is not None:
+                saved.free()
 
     def fetch(self, saved: SavedActivation) -> Tensor:
         """The flat elements (numel,), in memory of the pool that is reused when nobody views it any more."""
@@ -206,7 +214,10 @@ class ActivationStore:
     def _read_ahead(self, saved: SavedActivation) -> None:
         """Backward goes from the newest to the oldest."""
         older = False
-        for candidate in reversed(self._kept.values()):
+        for reference in reversed(self._kept.values()):
+            candidate = reference()
+            if candidate is None:
+                continue
             if older and candidate.tensor is None and candidate.reading is None:
                 if self._reading_nbytes + candidate.nbytes > _IN_FLIGHT:
                     return

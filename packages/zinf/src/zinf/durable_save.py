@@ -31,9 +31,8 @@ from . import checkpoint_format as layout
 from . import unit_states
 from .checkpoint_format import DTYPES, KindRecord, Manifest, SlotRecord, UnitRecord
 from .errors import CheckpointError
-from .offload_engine import OffloadEngine, pieces
+from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
-from .partitioning import engine_of
 from .tiers.nvme import PIECE
 
 _TENSOR_MARK = "__tensor__"
@@ -162,11 +161,7 @@ def _lay_out(engine: OffloadEngine, machinery: PartitionedModel) -> tuple[list[U
 
 
 def _saved_kinds(engine: OffloadEngine, unit: Unit) -> dict[str, torch.dtype]:
-    return unit_states.update_kinds(unit) if _is_trained(engine, unit) else unit_states.value_kinds(unit)
-
-
-def _is_trained(engine: OffloadEngine, unit: Unit) -> bool:
-    return engine.optimizer is not None and any(slot.param in engine.optimizer.state for slot in unit.slots)
+    return unit_states.update_kinds(unit) if engine.has_moments(unit) else unit_states.value_kinds(unit)
 
 
 def _step(engine: OffloadEngine, slot: ParamSlot) -> int | None:

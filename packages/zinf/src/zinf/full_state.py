@@ -23,10 +23,11 @@ def full_grad(param: Tensor) -> Tensor | None:
     model = slot.unit.model
     model.border()
     if not slot.has_grad:
+        engine.check_gradient(slot.unit)
         return None
-    gradient = engine.gradient(slot.unit)
+    gradient = engine.read_gradient(slot.unit)
     factor = engine.optimizer.pending_factor if engine.optimizer is not None else 1.0
-    return _whole(slot, gradient.float()).mul_(factor)  # type: ignore[union-attr]
+    return _whole(slot, gradient.float()).mul_(factor)
 
 
 def full_state(param: Tensor) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def full_state(param: Tensor) -> dict[str, Any]:
     slot, engine = _slot(param)
     _settle(slot, engine)
     state: dict[str, Any] = {"param": _whole(slot, engine.master(slot.unit).float())}
-    trained = engine.optimizer is not None and slot.param in engine.optimizer.state
+    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state
     for kind in MOMENTS:
         shard = (
             engine.read(slot.unit, kind, torch.float32, 0, slot.unit.shard_numel)
@@ -66,7 +67,7 @@ def set_full_state(
         if tensor is not None and tuple(tensor.shape) != tuple(slot.shape):
             raise ValueError(f"{name} of {slot.name}: shape {tuple(tensor.shape)}, expected {tuple(slot.shape)}")
     _settle(slot, engine)
-    trained = engine.optimizer is not None and slot.param in engine.optimizer.state
+    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state
     if not trained and any(value is not None for value in (exp_avg, exp_avg_sq, step)):
         raise RuntimeError(f"{slot.name} has no optimizer states: make a zinf.AdamW with it first")
     unit = slot.unit

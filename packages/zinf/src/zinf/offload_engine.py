@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zero3.partition_model import model_of
+from zero3.partitioned_model import PartitionedModel
 from zero3.shard_store import ShardStore
 from zero3.unit import Unit
 
@@ -56,6 +58,8 @@ class OffloadEngine(ShardStore):
         self._sums: set[Unit] = set()  # units that accumulate: their gradient waits in float32 from then on
         self._waiting: set[Unit] = set()  # units with a gradient that waits
         self._grad_writes: list[tuple[Wait, object]] = []
+        self._looked_at: dict[Unit, tuple[Tensor, int]] = {}  # gradients that user code has: tensor, version when read
+        self._with_moments: set[Unit] = set()
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
         self.reporter = Reporter(self)
         self.newest_checkpoint: str | None = None
@@ -98,7 +102,8 @@ class OffloadEngine(ShardStore):
             for kind in (*unit_states.update_kinds(unit), "grad"):
                 self.tier(unit, kind).free(self.key(unit, kind))
             del self._numbers[unit]
-            self._waiting.discard(unit)
+            self.drop_gradient(unit)
+            self._with_moments.discard(unit)
 
     def resident(self, unit: Unit) -> Tensor | None:
         if not self.placement.shards_stay_in_place and unit not in self._resident:
@@ -164,13 +169,23 @@ class OffloadEngine(ShardStore):
         if unit not in self._waiting:
             return None
         kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
-        return kept if kept is not None else self._read_gradient(unit)
+        if kept is not None:
+            return kept
+        if unit not in self._looked_at:
+            gradient = self.read_gradient(unit)
+            self._looked_at[unit] = gradient, gradient._version
+        return self._looked_at[unit][0]
 
     def drop_gradient(self, unit: Unit) -> None:
         self._waiting.discard(unit)
+        self._looked_at.pop(unit, None)
+
+    def check_gradient(self, unit: Unit) -> None:
+        if self.updates is not None:
+            self.updates.check_gradient(unit)
 
     def optimizer_shards(self, unit: Unit) -> Tensor:
-        if self.tier(unit, "remainder").name == "nvme":
+        if self.placement.optimizer == "nvme":
             from zero3 import UnsupportedError
 
             raise UnsupportedError(
@@ -222,8 +237,15 @@ class OffloadEngine(ShardStore):
 
     def create_moments(self, unit: Unit) -> None:
         """Room for the moments; zeros. Harmless when they exist."""
+        if unit in self._with_moments:
+            return
+        self._with_moments.add(unit)
         for kind in unit_states.MOMENTS:
             self.tier(unit, kind).create(self.key(unit, kind), unit.shard_numel, torch.float32)
+
+    def has_moments(self, unit: Unit) -> bool:
+        """Whether an optimizer has ever had charge of `unit`; what is frozen from the start has no moments."""
+        return unit in self._with_moments
 
     # -- gradients that wait ---------------------------------------------------------------------------------
 
@@ -231,7 +253,8 @@ class OffloadEngine(ShardStore):
         """Let a reduced gradient wait on its tier; a second one is added to it, in float32."""
         tier, key = self.tier(unit, "grad"), self.key(unit, "grad")
         if unit in self._waiting:
-            shard = self._read_gradient(unit).float().add_(shard)
+            shard = self.read_gradient(unit).float().add_(shard)
+            self._looked_at.pop(unit, None)
             self._sums.add(unit)
         dtype = self.waiting_dtype(unit)
         tier.create(key, unit.shard_numel, dtype)
@@ -258,11 +281,16 @@ class OffloadEngine(ShardStore):
         self.tiers.host_pool.give_back(buffer)  # type: ignore[arg-type]
 
     def settle_gradients(self) -> None:
-        """Every gradient that goes to a drive is there."""
+        """Every gradient that goes to a drive is there, with what user code has changed of it."""
         while self._grad_writes:
             self._finish_grad_write()
+        for unit, (gradient, version) in self._looked_at.items():
+            if gradient._version != version:
+                self.write(unit, "grad", gradient, 0)
+                self._looked_at[unit] = gradient, gradient._version
 
-    def _read_gradient(self, unit: Unit) -> Tensor:
+    def read_gradient(self, unit: Unit) -> Tensor:
+        """The gradient that waits, for looking; a copy where it is not in memory."""
         self.settle_gradients()
         kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
         if kept is not None:
@@ -300,6 +328,14 @@ class OffloadEngine(ShardStore):
             names["grads"] = self.tier_name(unit, "grad")
             names["optimizer"] = self.tier_name(unit, "exp_avg")
         return names
+
+
+def engine_of(model: nn.Module) -> tuple[OffloadEngine, PartitionedModel]:
+    """The engine and the machinery of a zinf model. TypeError for any other."""
+    machinery = model_of(model)
+    if not isinstance(machinery.store, OffloadEngine):
+        raise TypeError(f"{type(model).__name__} is not a zinf model: build it with zinf.init or zinf.shard")
+    return machinery.store, machinery
 
 
 def pieces(numel: int) -> Iterator[tuple[int, int]]:

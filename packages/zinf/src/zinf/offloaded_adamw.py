@@ -114,13 +114,14 @@ class AdamW(torch.optim.Optimizer):
             self._engines[engine] = slot.unit.model
             self.state[param].setdefault("step", 0)
             if engine.optimizer is self:
-                engine.create_moments(slot.unit)
+                if self.trains(slot.unit):
+                    engine.create_moments(slot.unit)
             elif engine.optimizer is not None:
                 raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
 
     def trains(self, unit: Unit) -> bool:
-        """Whether any parameter of `unit` is ours."""
-        return any(slot.param in self.state for slot in unit.slots)
+        """Whether any parameter of `unit` is ours, and not all are frozen."""
+        return unit.trainable and any(slot.param in self.state for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -154,7 +155,8 @@ class AdamW(torch.optim.Optimizer):
     def _scale_factor(self) -> float | None:
         """By what the gradients are multiplied: unscaling and clipping together; None: skip the step."""
         factor = self.pending_factor
-        if math.isnan(factor):
+        if math.isnan(factor):  # clip_grad_norm_ has met a norm that is not finite
+            self.loss_scale.stepped(overflow=True)
             return None
         if self.grad_clip is None and self.loss_scale.value == 1.0 and not self.loss_scale.dynamic:
             return factor

@@ -30,6 +30,7 @@ class UpdateInBackward(UpdateInStep):
         self._gradients_came = False
         self._updated = False
         self._abort_message: str | None = None
+        self._used_up: set[Unit] = set()  # their gradients of this step are gone
 
     @property
     def _last_backward(self) -> bool:
@@ -40,7 +41,7 @@ class UpdateInBackward(UpdateInStep):
         if not self._last_backward or not _may_update(unit) or shard.device.type != "cpu":
             return False
         if self.engine.waits(unit):
-            shard = self.engine.gradient(unit).float().add_(shard)  # type: ignore[union-attr]
+            shard = self.engine.read_gradient(unit).float().add_(shard)
         else:
             shard = shard.to(self.engine.waiting_dtype(unit))  # the rounding that waiting would have brought
         self._update(unit, shard)
@@ -55,6 +56,7 @@ class UpdateInBackward(UpdateInStep):
         for slot in unit.slots:
             slot.has_grad = False
         self.engine.drop_gradient(unit)
+        self._used_up.add(unit)
         if unit.grad_state is GradState.REDUCED:
             move_grad(unit, GradState.COMMITTED)
             move_grad(unit, GradState.NONE)
@@ -84,6 +86,14 @@ class UpdateInBackward(UpdateInStep):
                 "zinf.AdamW(..., accumulate=K)."
             )
 
+    def check_gradient(self, unit: Unit) -> None:
+        if unit in self._used_up:
+            raise ConfigError(
+                f"the gradient of {unit.slots[0].name} is gone: overlap_optimizer='backward' has updated within backward "
+                "and keeps no gradient. To look at gradients or to clip them, use overlap_optimizer='next-forward' or "
+                "False, with zinf.AdamW(grad_clip=...) or zinf.clip_grad_norm_."
+            )
+
     def step(self, factor: float) -> None:
         self.refuse_if_aborted()
         super().step(factor)  # what still waits
@@ -93,6 +103,7 @@ class UpdateInBackward(UpdateInStep):
                 slot.has_grad = False
         for unit in self.model.units:
             unit.replays = 0  # a checkpoint whose loss was thrown away runs no more
+        self._used_up.clear()
         self._finished_backwards = 0
         self._gradients_came = self._updated = False
 
@@ -118,6 +129,7 @@ class UpdateInBackward(UpdateInStep):
 
     def forget(self) -> None:
         super().forget()
+        self._used_up.clear()
         self._finished_backwards = 0
         self._gradients_came = self._updated = False
         self._abort_message = None

@@ -69,6 +69,9 @@ class UpdateInStep:
     def check_closure(self) -> None:
         """Closures are welcome: the update runs within step()."""
 
+    def check_gradient(self, unit: Unit) -> None:
+        """Raise where user code must not take a gradient that was used up for one that is not there."""
+
     # -- forward and backward --------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:

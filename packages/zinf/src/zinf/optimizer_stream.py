@@ -75,6 +75,7 @@ class OptimizerStream:
         known = {piece.unit for piece in self._expected} | {piece.unit for piece in self._loaded}
         for unit in units:
             if unit not in known:
+                self._engine.create_moments(unit)  # for what was frozen when the optimizer was made
                 self._expected.extend(Piece(unit, start, stop) for start, stop in pieces(unit.shard_numel))
         self._read_ahead()
 
@@ -111,6 +112,7 @@ class OptimizerStream:
         param_in   (shard_numel,) in the unit's dtype: the parameters, for a stream that reads them late
         param_out  (shard_numel,) in the unit's dtype: receives the updated parameters, for a gather at hand
         """
+        self._engine.create_moments(unit)
         for start, stop in pieces(unit.shard_numel):
             piece = Piece(unit, start, stop)
             runs = _runs(piece, settings)

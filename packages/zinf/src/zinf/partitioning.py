@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,15 +13,18 @@ from torch import nn
 from zero3.collectives import Ranks
 from zero3.partition_model import default_device, device_of, partition
 from zero3.partitioned_init import constructing
-from zero3.partitioned_model import PartitionedModel, Settings
+from zero3.partitioned_model import Settings
 from zero3.shard_store import ShardStore
 
+from . import budgets
+from .activation_offload import checkpoint_blocks
 from .config import Config
 from .errors import ConfigError
 from .offload_engine import OffloadEngine
 from .placement import Placement
 from .prefetcher import Prefetcher
 from .tier_set import TierSet, check_directories, free_space
+from .tiers.nvme import PIECE
 
 _TIMEOUT = 300.0  # seconds that a rank waits for the others
 
@@ -68,16 +72,6 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def engine_of(model: nn.Module) -> tuple[OffloadEngine, PartitionedModel]:
-    """The engine and the machinery of a zinf model. TypeError for any other."""
-    from zero3.partition_model import model_of
-
-    machinery = model_of(model)
-    if not isinstance(machinery.store, OffloadEngine):
-        raise TypeError(f"{type(model).__name__} is not a zinf model: build it with zinf.init or zinf.shard")
-    return machinery.store, machinery
-
-
 def _settings(config: Config) -> Settings:
     return Settings(config.dtype, config.unit_size, config.shard, config.reduce_dtype)
 
@@ -91,11 +85,11 @@ def _partition(
     width = config.dtype.itemsize
     placement = Placement.of(config, device, trained * width, trained * 16 + frozen * width)
     _check_space(config, placement, trained, frozen)
+    budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     engine = OffloadEngine(config, placement, tiers)
+    settings = replace(settings, unit_size=budgets.unit_size(module, config))
     partition(module, ranks, settings, engine, Prefetcher(engine, config.prefetch), device)
     if config.activations is not None:
-        from .activation_offload import checkpoint_blocks  # it needs engine_of
-
         checkpoint_blocks(module)
     weakref.finalize(module, tiers.close)
 

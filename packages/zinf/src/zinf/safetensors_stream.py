@@ -27,7 +27,7 @@ from zero3 import gathered, parameter_forms
 from . import durable_save
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord
 from .errors import CheckpointError
-from .partitioning import engine_of
+from .offload_engine import engine_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

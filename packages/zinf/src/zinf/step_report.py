@@ -66,13 +66,18 @@ class Reporter:
             "bytes": moved,
             "peak": self._peak(model),
             "prefetch": {"hits": scheduler.hits, "misses": scheduler.misses},
-            "placement": {unit.name: self._engine.where(unit) for unit in model.units},
+            "placement": self._placement(model),
             "limit": self._limit(model, measured, moved, covered(spans, "write")),
             "io": self._io(),
         }
         if reset:
             scheduler.hits = scheduler.misses = 0
         return result
+
+    def _placement(self, model: PartitionedModel) -> dict[str, dict[str, str]]:
+        """Every name of a parameter -> tiers of its states."""
+        slots = [slot for unit in model.units for slot in unit.slots]
+        return {name: self._engine.where(slot.unit) for slot in slots for name in slot.names}
 
     def _bytes(self, reset: bool) -> dict[str, Any]:
         by_kind = {kind: {"read": 0, "written": 0} for kind in _BYTE_KINDS}

@@ -113,7 +113,7 @@ def _states_by_tier(outcome: Outcome) -> dict[str, tuple[int, list[str]]]:
     kinds: dict[str, dict[str, None]] = {}  # a dict keeps the order in which kinds were seen
     placement = zinf.report(outcome.run.model)["placement"]
     for unit in zero3.units(outcome.run.model):
-        for kind, tier in placement[unit.name].items():
+        for kind, tier in placement[unit.slots[0].name].items():
             nbytes[tier] += state_bytes[kind] * unit.numel
             kinds.setdefault(tier, {})[kind] = None
     return {tier: (nbytes[tier], list(kinds[tier])) for tier in nbytes}

@@ -1,0 +1,82 @@
+"""The loss of an output head, tiled over the vocabulary: logits of batch × sequence × vocabulary never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Bytes of one tile of float32 logits.
+_TILE_BYTES = 32 << 20
+
+IGNORED_TARGET = -100  # as torch.nn.functional.cross_entropy's ignore_index
+
+
+def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    """Mean cross entropy of `head(hidden)` against `targets`; 0-dim float32.
+
+    hidden    (..., width)
+    head      a module with `weight` (vocabulary, width) and perhaps `bias` (vocabulary,), such as nn.Linear
+    targets   (...) int64; those equal to -100 do not count
+
+    Loss and gradients are those of torch.nn.functional.cross_entropy on the whole logits in float32, to rounding:
+    the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again.
+    ValueError for shapes that do not fit.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not "
+            "fit: expected (..., width), (vocabulary, width) and (...)"
+        )
+    return _TiledCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        log_sum = torch.full((len(hidden),), float("-inf"), device=hidden.device)
+        chosen = torch.zeros(len(hidden), device=hidden.device)
+        for start, stop in _tiles(len(hidden), len(weight)):
+            logits = _logits(hidden, weight, bias, start, stop)
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(dim=1))
+            inside = (targets >= start) & (targets < stop)
+            chosen[inside] = logits[inside, targets[inside] - start]
+        counted = targets != IGNORED_TARGET
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
+        return (log_sum - chosen)[counted].sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        hidden, weight, bias, targets, log_sum = ctx.saved_tensors
+        counted = targets != IGNORED_TARGET
+        scale = (grad_loss / counted.sum() * counted).unsqueeze(1)  # (tokens, 1)
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias and bias is not None else None
+        for start, stop in _tiles(len(hidden), len(weight)):
+            grad_logits = (_logits(hidden, weight, bias, start, stop) - log_sum.unsqueeze(1)).exp_()
+            inside = (targets >= start) & (targets < stop)
+            grad_logits[inside, targets[inside] - start] -= 1
+            grad_logits = (grad_logits * scale).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden.addmm_(grad_logits, weight[start:stop])
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[start:stop])
+            if grad_bias is not None:
+                grad_bias[start:stop] = grad_logits.sum(dim=0)
+        return grad_hidden, grad_weight, grad_bias, None
+
+
+def _tiles(tokens: int, vocabulary: int) -> Iterator[tuple[int, int]]:
+    rows = max(_TILE_BYTES // (4 * max(tokens, 1)), 1)
+    for start in range(0, vocabulary, rows):
+        yield start, min(start + rows, vocabulary)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
+    """(tokens, stop - start) float32."""
+    return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop]).float()

@@ -1,0 +1,137 @@
+"""Activations on every tier: the same bits as without, and really there."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from zinf_testing import SETTINGS, config
+
+import zinf
+
+TIERS = ["device", "cpu", "nvme"]
+
+
+class Blocks(nn.Module):
+    """Equal blocks with dropout, wide enough that their inputs are worth a transfer."""
+
+    def __init__(self, listed=True, by_hand=False):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64)) for _ in range(4)]
+        if listed:
+            self.blocks = nn.ModuleList(blocks)
+        else:  # no list of blocks: nothing is checkpointed by itself
+            self.first, self.second, self.third, self.fourth = blocks
+        self.head = nn.Linear(64, 1)
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        for block in [module for module in self.modules() if isinstance(module, nn.Sequential)]:
+            x = x + (zinf.checkpoint(block, x) if self.by_hand else block(x))
+        return self.head(x).square().mean()
+
+
+def losses(cfg, listed=True, by_hand=False, around=lambda model: contextlib.nullcontext(), steps=3):
+    torch.manual_seed(0)
+    model = zinf.shard(Blocks(listed, by_hand), cfg)
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    found, written = [], 0
+    for step in range(steps):
+        x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
+        with around(model):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+        written = zinf.report(model)["bytes"]["by_kind"]["activations"]["written"]
+    return found, written
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return losses(config(tmp_path_factory.mktemp("nvme")))[0]
+
+
+@pytest.mark.parametrize("overlap", zinf.config.OVERLAPS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_blocks_checkpointed_by_themselves_give_the_same_bits(nvme, tier, overlap, expected):
+    found, written = losses(config(nvme, activations=tier, overlap_optimizer=overlap))
+    assert found == expected
+    assert written == (4 * 512 * 64 * 4 if tier == "nvme" else 0)  # the inputs of four blocks, once
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("params", ["device", "nvme"])
+def test_every_saved_tensor_on_a_tier_gives_the_same_bits(nvme, tier, params, expected):
+    found, written = losses(config(nvme, params=params, activations=tier), listed=False, around=zinf.offload_saved)
+    assert found == expected
+    assert (written > 8 * 512 * 64 * 4) == (tier == "nvme")
+
+
+def test_checkpoint_by_hand_uses_the_running_model_s_tier(nvme, expected):
+    found, written = losses(config(nvme, activations="nvme"), listed=False, by_hand=True)
+    assert found == expected
+    assert written == 4 * 512 * 64 * 4
+
+
+def test_checkpoint_outside_of_any_model_is_torch_s():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    zinf.checkpoint(layer, x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_its_transpose_a_slice_and_an_expanded_view_keep_apart(nvme, dtype):
+    def products(square, row):
+        expanded = row.expand(256, 256)
+        return (square @ square.t()).sum() + (square[:200] @ expanded).sum() + (square.t() @ square).square().sum()
+
+    def gradients(around):
+        torch.manual_seed(1)
+        square = torch.randn(256, 256).to(dtype).requires_grad_()
+        row = torch.randn(1, 256).to(dtype).requires_grad_()
+        with around:
+            loss = products(square, row)
+        return torch.autograd.grad(loss, [square, row])
+
+    model = zinf.shard(nn.Linear(8, 8), config(nvme, activations="nvme"))
+    for ours, plain in zip(
+        gradients(zinf.offload_saved(model)), gradients(contextlib.nullcontext()), strict=True
+    ):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_change_in_place_after_saving_is_refused(nvme, tier):
+    model = zinf.shard(nn.Linear(8, 8), config(nvme, activations=tier))
+    x = torch.randn(256, 256, requires_grad=True)
+    with zinf.offload_saved(model):
+        y = x.exp()
+        loss = y.sum()
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_that_is_dropped_gives_its_room_back(nvme):
+    model = zinf.shard(nn.Linear(8, 8), config(nvme, activations="nvme"))
+    store, _ = zinf.offload_engine.engine_of(model)
+    swap = store.tiers.of("nvme")._swap
+    before = set(swap.names())
+    x = torch.randn(512, 512, requires_grad=True)
+    with zinf.offload_saved(model):
+        loss = (x @ x).sigmoid().sum()
+    assert set(swap.names()) > before
+    del loss
+    assert set(swap.names()) == before
+
+
+def test_without_a_tier_offload_saved_says_what_to_set(nvme):
+    model = zinf.shard(nn.Linear(8, 8), config(nvme))
+    with pytest.raises(zinf.ConfigError, match="activations="), zinf.offload_saved(model):
+        pass
