@@ -5,6 +5,8 @@
  */
 #include "adam.h"
 
+#include <math.h>
+
 #include "float_environment.h"
 #include "kernels.h"
 #include "threads.h"
@@ -115,7 +117,7 @@ double adam_norm2(const void *grad, int format, int64_t numel, double *block_sum
     double sum = 0.0;
     for (int64_t block = 0; block < adam_norm2_blocks(numel); block++) sum += block_sums[block];
     leave_default_mode(before);
-    return sum;
+    return sum != sum ? (double)NAN : sum; /* one NaN everywhere, as in bits.h */
 }
 
 int adam_cores(void) { return usable_cores(); }

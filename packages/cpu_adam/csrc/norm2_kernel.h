@@ -24,12 +24,12 @@ INLINE void add_squares(const float *restrict grad, ptrdiff_t n, double *restric
 }
 
 static double block_norm2(const void *grad, int format, int64_t start, int64_t stop) {
-    float tile[BLOCK] __attribute__((aligned(CACHE_LINE)));
+    float tile[TILE] __attribute__((aligned(CACHE_LINE)));
     double lane[LANES] = {0};
     for (int64_t i = start, n; i < stop; i += n) {
-        n = stop - i < BLOCK ? stop - i : BLOCK;
+        n = stop - i < TILE ? stop - i : TILE;
         const float *values = load_format(grad, format, i, n, tile);
-        if (n == BLOCK) add_squares(values, BLOCK, lane);
+        if (n == TILE) add_squares(values, TILE, lane);
         else add_squares(values, n, lane);
     }
     for (ptrdiff_t half = LANES / 2; half > 0; half /= 2)

@@ -8,7 +8,7 @@
 #include <emmintrin.h>
 
 /* `to` is aligned to 16 bytes (the instruction faults otherwise); whole cache lines should be written. */
-INLINE void stream_block(void *to, const void *from, size_t nbytes) {
+INLINE void stream(void *to, const void *from, size_t nbytes) {
     for (size_t i = 0; i < nbytes / sizeof(__m128i); i++)
         _mm_stream_si128((__m128i *)to + i, _mm_load_si128((const __m128i *)from + i));
 }
@@ -18,7 +18,7 @@ INLINE void stream_fence(void) { _mm_sfence(); }
 
 #else
 
-INLINE void stream_block(void *to, const void *from, size_t nbytes) { memcpy(to, from, nbytes); }
+INLINE void stream(void *to, const void *from, size_t nbytes) { memcpy(to, from, nbytes); }
 
 INLINE void stream_fence(void) {}
 

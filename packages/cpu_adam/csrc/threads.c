@@ -19,8 +19,8 @@
 
 enum {
     MOST_WORKERS = 1023,
-    /* Waking a sleeping thread takes some 40 us, the gap between two steps of a loop is often shorter. Longer spinning
-     * would take the core from torch's threads, which run between our steps. */
+    /* Waking a sleeping thread takes some 40 us, and the gap between two steps of a loop is often shorter. Longer
+     * spinning would take the core from torch's threads, which run between our steps. */
     SPIN_NANOSECONDS = 20000,
 };
 

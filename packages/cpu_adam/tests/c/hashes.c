@@ -1,6 +1,6 @@
-/* Steps hard data in every form on every instruction set this machine runs, from several threads at once, and prints a
- * hash of the results: "form isa hash". test_c_core.py builds it for this machine and for ARM, with and
- * without sanitizers, and wants one hash a form everywhere.
+/* Steps hard data in every form on every instruction set this machine runs, from several threads at once, and
+ * prints a hash of the results: "form isa hash". test_c_core.py builds it for this machine and for ARM, with
+ * and without sanitizers, and wants one hash a form everywhere.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -119,8 +119,8 @@ static uint64_t hash_of(const struct form *form, int isa, int threads) {
         adam_update(&step, isa, threads);
     }
     double *block_sums = malloc(sizeof(double) * (size_t)adam_norm2_blocks(NUMEL));
-    double norm2 = adam_norm2(form->grad_format == ADAM_FP32 ? (void *)a.exp_avg_sq : a.out, form->grad_format,
-                              NUMEL, block_sums, isa, threads);
+    const void *normed = form->grad_format == ADAM_FP32 ? (void *)a.exp_avg_sq : a.out;
+    double norm2 = adam_norm2(normed, form->grad_format, NUMEL, block_sums, isa, threads);
     free(block_sums);
 
     uint64_t hash = add_to_hash(0xCBF29CE484222325u, &norm2, sizeof norm2);
@@ -141,7 +141,8 @@ struct caller {
 
 static void *call(void *argument) {
     struct caller *caller = argument;
-    for (int form = 0; form < FORMS; form++) caller->hashes[form] = hash_of(&forms[form], caller->isa, caller->threads);
+    for (int form = 0; form < FORMS; form++)
+        caller->hashes[form] = hash_of(&forms[form], caller->isa, caller->threads);
     return NULL;
 }
 
