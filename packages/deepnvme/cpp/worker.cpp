@@ -1,9 +1,9 @@
 #include "worker.hpp"
 
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
+#include "block_copy.hpp"
 #include "crc32c.hpp"
 
 namespace deepnvme {
@@ -166,9 +166,10 @@ bool Worker::spend_time_on_bytes() {
     arrived_.pop_front();
     Operation& operation = operations_[token];
     if (operation.slot) {
-      std::memcpy(memory_of(operation), operation.slot + operation.piece.skip, operation.piece.useful);
+      copy(operation, memory_of(operation), operation.slot + operation.piece.skip);
+    } else {
+      operation.raw_crc = checksum_of(operation);
     }
-    if (operation.request->checksum) operation.raw_crc = checksum_of(operation);
     spend(operation.piece.useful);
     complete(token);
   }
@@ -191,13 +192,18 @@ bool Worker::fill_a_slot() {
   backend_->commit(false);
   const uint32_t token = new_operation(std::move(*cut));
   Operation& operation = operations_[token];
-  std::memcpy(operation.slot, memory_of(operation), operation.piece.useful);
-  if (operation.to_sum) {
-    operation.raw_crc = checksum_of(operation);
-    operation.to_sum = false;
-  }
+  copy(operation, operation.slot, memory_of(operation));
+  operation.to_sum = false;
   to_start_.push_back(token);
   return true;
+}
+
+void Worker::copy(Operation& operation, std::byte* to, const std::byte* from) {
+  if (operation.request->checksum) {
+    operation.raw_crc = copy_block_and_sum(to, from, operation.piece.useful);
+  } else {
+    copy_block(to, from, operation.piece.useful);
+  }
 }
 
 void Worker::complete(uint32_t token) {

@@ -58,6 +58,8 @@ class Worker {
   void complete(uint32_t token);
   void abandon(uint32_t token, int code, const char* note);
   void retire(uint32_t token, bool last);
+  // Between slot and memory, with the checksum if one is wanted.
+  void copy(Operation& operation, std::byte* to, const std::byte* from);
   uint32_t checksum_of(const Operation& operation) const;
   std::byte* memory_of(const Operation& operation) const;
 
