@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Bytes of reductions that may be on their way before backward waits for the oldest.
-_IN_FLIGHT_BYTES = 256 << 20
-
-
 class _Reduction:
     """A unit's reduce-scatter on its way: the wait, and the memory that it uses until then."""
 
@@ -51,6 +47,7 @@ class Gradients:
         self._reduce_dtype = reduce_dtype
         self._hooks: dict[ParamSlot, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: list[_Reduction] = []
+        self._largest_reduction = 0  # bytes
         self._reduced: set[Unit] = set()  # in the backward that is not settled yet
         self._arrivals: set[ParamSlot] = set()  # in that backward
         self._unsettled = False
@@ -178,8 +175,15 @@ class Gradients:
         if self._model.ranks.size == 1:
             self._finish(unit)
         else:
-            while sum(reduction.nbytes for reduction in self._in_flight[:-1]) > _IN_FLIGHT_BYTES:
-                self._finish(self._in_flight[0].unit)
+            self._bound_in_flight()
+
+    def _bound_in_flight(self) -> None:
+        """Beside the newest reduction, at most as much is on its way as the largest takes: wait for the oldest."""
+        sizes = [reduction.nbytes for reduction in self._in_flight]
+        self._largest_reduction = max(self._largest_reduction, sizes[-1])
+        while sum(sizes[:-1]) > self._largest_reduction:
+            self._finish(self._in_flight[0].unit)
+            del sizes[0]
 
     def _finish(self, unit: Unit) -> None:
         """Wait for the unit's reduction and hand the shard to the store."""
@@ -283,7 +287,7 @@ class Gradients:
         for slot in with_gradient:
             if slot.unit.reducing is not None:
                 slot.unit.reducing.slots.add(slot.index)
-            else:
+            elif slot.unit.grad_state is GradState.REDUCED:  # else it was used up already, by an update in backward
                 slot.has_grad = True
         return with_gradient
 

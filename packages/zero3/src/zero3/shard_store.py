@@ -27,7 +27,7 @@ class ShardStore(Protocol):
     pool: BufferPool
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
-        """Take over initial values, in the unit's master dtype. `shard` belongs to the caller again on return."""
+        """Take over initial values, in the unit's master dtype. `shard` is the store's from now on."""
 
     def forget(self, unit: Unit) -> None:
         """The unit is gone: its room is free."""
@@ -88,7 +88,7 @@ class InMemoryStore:
         self._gradients: dict[Unit, Tensor] = {}  # master dtype
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
-        self._shards[unit] = shard.to(self._device, unit.master_dtype, copy=True)
+        self._shards[unit] = shard.to(self._device, unit.master_dtype)
 
     def forget(self, unit: Unit) -> None:
         self._shards.pop(unit, None)
