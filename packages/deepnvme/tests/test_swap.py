@@ -161,7 +161,7 @@ def test_without_checksums_damage_is_not_looked_for(tmp_path):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64])
-@pytest.mark.parametrize("nbytes", [1, 4096, 1_000_001, 5 << 20])
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * 16_384 + 5, 1_000_001, 5 << 20])
 def test_checksum_of_any_route(tmp_path, rng, nbytes, shift):
     """Direct, bounced and cached pieces add up to one checksum: that of the bytes."""
     memory = deepnvme.empty(nbytes + shift).numpy()
