@@ -141,6 +141,16 @@ def test_channels_last():
     assert weight.stride() == a.state[weight]["exp_avg"].stride() != weight.contiguous().stride()
 
 
+def test_a_parameter_whose_memory_order_changes_in_between():
+    ours, theirs = model(), model()
+    a, b = CPUAdam(ours.parameters()), torch.optim.AdamW(theirs.parameters())
+    train(ours, a, 3)
+    ours.to(memory_format=torch.channels_last)
+    train(ours, a, 3, first=3)
+    train(theirs, b, 6)
+    assert_models_close(ours, theirs)
+
+
 @pytest.mark.parametrize("layout", [
     lambda g: g.t().contiguous().t(),
     lambda g: g[:, :1].expand(20, 5),

@@ -15,7 +15,7 @@ import numpy
 import cpu_adam
 from cpu_adam.alternation import System
 
-SETTINGS = {"lr": 1e-4, "weight_decay": 0.01}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 
 
 def plain_copy(numel: int, threads: int) -> System:
@@ -53,9 +53,9 @@ def _fp32_arrays(numel: int) -> list[numpy.ndarray]:
     return [numpy.full(numel, value, numpy.float32) for value in (0.1, 1e-3, 0.0, 0.0)]
 
 
-def _stepper(*arrays: Any, **keywords: Any) -> Callable[[], None]:
+def _stepper(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, **keywords: Any) -> Callable[[], None]:
     count = itertools.count(1)
-    return lambda: cpu_adam.step(*arrays, step=next(count), **keywords, **SETTINGS)
+    return lambda: cpu_adam.step(param, grad, exp_avg, exp_avg_sq, step=next(count), **keywords, **SETTINGS)
 
 
 # ---- others ----

@@ -80,7 +80,7 @@ class CPUAdam(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step for every parameter that has a gradient; returns the closure's loss.
 
         Raises TypeError for a parameter or gradient that is complex, sparse, not on the CPU or of another dtype,
@@ -95,37 +95,37 @@ class CPUAdam(torch.optim.Optimizer):
             return loss
         unscale = 1.0 if scale is None else 1.0 / scale.item()
 
-        updates = [
-            (p, group, name)
-            for g, group in enumerate(self.param_groups)
-            for i, p in enumerate(group["params"])
-            if p.grad is not None
-            for name in [f"parameter {i} of group {g}"]
-        ]
-        for p, _, name in updates:
-            _require_updatable(p, name)
-        for p, group, _ in updates:
-            self._update(p, group, -unscale if group["maximize"] else unscale)
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                _require_updatable(p, f"parameter {i} of group {g}")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group, -unscale if group["maximize"] else unscale)
         return loss
 
-    def _update(self, p: Tensor, group: dict[str, Any], grad_scale: float) -> None:
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any], grad_scale: float) -> None:
         state = self._state_of(p, group["master"])
-        state["step"] += 1
         order = _memory_order(p)
-        param = p.permute(order)
-        in_place = param.is_contiguous()  # false only where elements of p lie apart or on one another
-        param = param.contiguous()
+        flat = p.permute(order)
+        param = flat.contiguous()  # a copy only where elements of p lie apart or on one another
 
         def beside_param(key: str) -> Tensor | None:
-            return state[key].permute(order) if key in state else None
+            if key not in state:
+                return None
+            tensor = state[key].permute(order)
+            if not tensor.is_contiguous():  # p lay otherwise in memory when this was made
+                tensor = tensor.contiguous()
+                state[key] = tensor.permute(_inverse(order))
+            return tensor
 
         master = beside_param("param_fp32")
         cpu_adam.step(
             param if master is None else master,
-            p.grad.permute(order).contiguous(),
+            grad.permute(order).contiguous(),
             beside_param("exp_avg"),
             beside_param("exp_avg_sq"),
-            step=int(state["step"].item()),
+            step=int(state["step"].item()) + 1,
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
@@ -136,11 +136,12 @@ class CPUAdam(torch.optim.Optimizer):
             param_out=None if master is None else param,
             threads=self.threads,
         )
-        if not in_place:
-            p.permute(order).copy_(param)
-        else:
+        state["step"] += 1
+        if param.data_ptr() == flat.data_ptr():
             # Written behind autograd's back: a graph that still needs the old values must notice.
             torch.autograd.graph.increment_version(p)
+        else:
+            flat.copy_(param)
 
     def _state_of(self, p: Tensor, master: bool) -> dict[str, Any]:
         """The state of `p`, completed: at its first step, and where a loaded one came from torch or had no master."""
@@ -211,9 +212,9 @@ def _require_implemented(group: dict[str, Any]) -> None:
 
 
 def _require_updatable(p: Tensor, name: str) -> None:
-    grad = p.grad
-    assert grad is not None
-    for tensor, what in ((p, name), (grad, f"the gradient of {name}")):
+    if p.grad is None:
+        return
+    for tensor, what in ((p, name), (p.grad, f"the gradient of {name}")):
         if tensor.layout is not torch.strided:
             raise TypeError(f"{what} is sparse ({tensor.layout}); CPUAdam takes dense ones, SparseAdam sparse")
         if tensor.is_complex():
@@ -228,3 +229,7 @@ def _memory_order(p: Tensor) -> list[int]:
     """Dimensions from the largest stride to the smallest: permuted so, every dense tensor is contiguous, a
     channels-last one too. Other tensors permuted alike correspond by logical index."""
     return sorted(range(p.ndim), key=lambda dim: (p.stride(dim), p.shape[dim]), reverse=True)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
