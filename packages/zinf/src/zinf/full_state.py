@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,35 +51,39 @@ def full_state(param: Tensor) -> dict[str, Any]:
     return state
 
 
-def set_full_state(
-    param: Tensor,
-    values: Tensor | None = None,
-    exp_avg: Tensor | None = None,
-    exp_avg_sq: Tensor | None = None,
-    step: int | None = None,
-) -> None:
-    """Replace what is given; every rank gives the same whole tensors and keeps its part.
+def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /, **changes: Any) -> None:
+    """Replace some or all of what `full_state` gives. Collective.
 
-    ValueError for a shape that is not the parameter's; RuntimeError for moments without a zinf.AdamW.
+    set_full_state(p, full_state(p)), or set_full_state(p, exp_avg=..., step=...): any of "param", "exp_avg",
+    "exp_avg_sq" (whole tensors; every rank gives the same and keeps its part) and "step".
+
+    TypeError for an unknown name; ValueError for a shape that is not the parameter's; RuntimeError for moments
+    without a zinf.AdamW. Nothing is changed then.
     """
-    slot, engine = _slot(param)
-    given = {"param": values, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in given.items():
-        if tensor is not None and tuple(tensor.shape) != tuple(slot.shape):
-            raise ValueError(f"{name} of {slot.name}: shape {tuple(tensor.shape)}, expected {tuple(slot.shape)}")
+    slot, engine = _slot(parameter)
+    given = {name: value for name, value in {**(state or {}), **changes}.items() if value is not None}
+    _check(slot, given)
     _settle(slot, engine)
-    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state
-    if not trained and any(value is not None for value in (exp_avg, exp_avg_sq, step)):
+    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state  # type: ignore[union-attr]
+    if not trained and given.keys() - {"param"}:
         raise RuntimeError(f"{slot.name} has no optimizer states: make a zinf.AdamW with it first")
     unit = slot.unit
-    if values is not None:
-        engine.write_back(unit, _own_part(slot, values), slot.start, slot.stop)
+    if "param" in given:
+        engine.write_back(unit, _own_part(slot, given["param"]), slot.start, slot.stop)
     for kind in MOMENTS:
-        if given[kind] is not None:
+        if kind in given:
             _replace(engine, slot, kind, _own_part(slot, given[kind]))
-    if step is not None:
-        engine.optimizer.state[slot.param]["step"] = int(step)  # type: ignore[union-attr]
+    if "step" in given:
+        engine.optimizer.state[slot.param]["step"] = int(given["step"])  # type: ignore[union-attr]
     unit.model.values_changed(unit)
+
+
+def _check(slot: ParamSlot, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in ("param", *MOMENTS, "step"):
+            raise TypeError(f"{name!r} is no state of a parameter: it has 'param', 'exp_avg', 'exp_avg_sq' and 'step'")
+        if name != "step" and tuple(value.shape) != tuple(slot.shape):
+            raise ValueError(f"{name} of {slot.name}: shape {tuple(value.shape)}, expected {tuple(slot.shape)}")
 
 
 def _slot(param: Tensor) -> tuple[ParamSlot, OffloadEngine]:
