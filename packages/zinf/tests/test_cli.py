@@ -16,7 +16,7 @@ from zinf.models.gpt import GPT
 from zinf.models.model_names import parse_model
 from zinf.training.text_data import TextData, read_text, validation_batches
 
-SMALL = ("--model", "gpt:layers=2,hidden=32,heads=2", "--batch", "4", "--seq", "32", "--dtype", "fp32")
+SMALL = ("--model", "gpt:layers=2,hidden=32,heads=2", "--batch", "4", "--seq", "32", "--dtype", "fp32", "--lr", "1e-3")
 QUICK = ("--validation-batches", "1", "--sample-length", "8")
 
 
@@ -62,7 +62,7 @@ def test_a_metrics_line_a_step_with_the_documented_keys(six_steps):
         assert set(line) == {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "report"}
         assert line["tokens"] == 4 * 32
     assert set(lines[-1]["report"]) >= {"seconds", "bytes", "peak", "prefetch", "placement", "limit", "io"}
-    assert [line["lr"] for line in lines[:3]] == pytest.approx([1e-4, 2e-4, 3e-4])  # warm-up of 10 steps to 1e-3
+    assert [line["lr"] for line in lines[:3]] == pytest.approx([0.5e-4, 1e-4, 1.5e-4])  # 20 steps to 1e-3
 
 
 def test_the_summary_tells_losses_sample_memory_time_drive_and_files(six_steps):

@@ -129,7 +129,7 @@ class _MLP(nn.Module):
 class _TiedHead(nn.Module):
     """Output head whose weight is the token embedding's: one parameter, owned by two modules."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight  # (V, H)
 

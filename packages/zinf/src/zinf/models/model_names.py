@@ -1,4 +1,4 @@
-"""The names of models that the command line understands: "gpt2-124m", "gpt:layers=8,hidden=512,heads=8"."""
+"""The names of models that the command line understands: "gpt2-124m", "gpt:layers=4,hidden=768,heads=12"."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from zinf.models.gpt import GPTConfig
 
 BYTE_VOCAB = 256
-BUILTIN_MODEL = "gpt:layers=8,hidden=512,heads=8,vocab=256"
+BUILTIN_MODEL = "gpt:layers=4,hidden=768,heads=12,vocab=256"  # 28 million parameters
 
 _GPT2_SIZES = {  # layers, hidden, heads of the published GPT-2 models
     "gpt2-124m": (12, 768, 12),
@@ -33,7 +33,14 @@ def parse_model(name: str, *, positions: int) -> GPTConfig:
     family, colon, sizes = name.partition(":")
     if family != "gpt" or not colon:
         raise ValueError(f"model {name!r} is not known: give {accepted_models()}")
-    return GPTConfig(**_parse_sizes(name, sizes), positions=positions)
+    given = _parse_sizes(name, sizes)
+    return GPTConfig(
+        layers=given["layers"],
+        hidden=given["hidden"],
+        heads=given["heads"],
+        vocab=given["vocab"],
+        positions=positions,
+    )
 
 
 def accepted_models() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -61,7 +62,7 @@ def _matmul_rate(device: torch.device) -> float:
         # A small product first: a CPU without wide bf16 instructions would take seconds for a large one.
         for order in (_MATRIX // 8, _MATRIX):
             matrix = torch.ones(order, order, dtype=dtype, device=device)
-            rates.append(2 * order**3 / _best_seconds(lambda m=matrix: m @ m, device))
+            rates.append(2 * order**3 / _best_seconds(functools.partial(torch.mm, matrix, matrix), device))
             if rates[-1] < max(rates) / 4:
                 break
     return max(rates)

@@ -103,8 +103,9 @@ def _take_steps(
     settings = run.settings
     records: list[dict[str, Any]] = []
     checkpoint = None
-    traces = settings.trace and run.ranks.is_first
-    tracing = zinf.trace(run.model, settings.trace) if traces else contextlib.nullcontext()
+    tracing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings.trace and run.ranks.is_first:
+        tracing = zinf.trace(run.model, settings.trace)
     display.start(first_step=run.step, steps=settings.steps)
     try:
         with tracing:

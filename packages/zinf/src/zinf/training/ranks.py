@@ -25,10 +25,11 @@ class Ranks:
         The accelerator is used where there is one, a different one by each rank of a machine; else the CPU and gloo.
         """
         device = torch.device("cpu")
-        if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and torch.accelerator.is_available():
             index = int(os.environ.get("LOCAL_RANK", "0"))
             torch.accelerator.set_device_index(index)
-            device = torch.device(torch.accelerator.current_accelerator().type, index)
+            device = torch.device(accelerator.type, index)
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls(0, 1, device)
         backend = "gloo"
