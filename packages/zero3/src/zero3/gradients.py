@@ -144,6 +144,7 @@ class Gradients:
         return slots
 
     def _reduce(self, unit: Unit) -> None:
+        self._bound_in_flight()
         pool, dtype = self._model.pool, self._wire_dtype(unit)
         buffer = pool.take(unit.padded_numel * dtype.itemsize, unit.name)
         buffers = [buffer]
@@ -172,18 +173,14 @@ class Gradients:
 
         self._in_flight.append(_Reduction(unit, wait, buffers, slots))
         unit.reducing = self._in_flight[-1]
+        self._largest_reduction = max(self._largest_reduction, unit.reducing.nbytes)
         if self._model.ranks.size == 1:
             self._finish(unit)
-        else:
-            self._bound_in_flight()
 
     def _bound_in_flight(self) -> None:
-        """Beside the newest reduction, at most as much is on its way as the largest takes: wait for the oldest."""
-        sizes = [reduction.nbytes for reduction in self._in_flight]
-        self._largest_reduction = max(self._largest_reduction, sizes[-1])
-        while sum(sizes[:-1]) > self._largest_reduction:
+        """Before the next reduction: at most as much is on its way as the largest takes. Waits for the oldest."""
+        while sum(reduction.nbytes for reduction in self._in_flight) > self._largest_reduction:
             self._finish(self._in_flight[0].unit)
-            del sizes[0]
 
     def _finish(self, unit: Unit) -> None:
         """Wait for the unit's reduction and hand the shard to the store."""

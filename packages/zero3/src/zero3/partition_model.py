@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import full_state, hooks, parameter_forms
 from .collectives import Ranks
@@ -14,7 +16,7 @@ from .errors import UnsupportedError
 from .partitioned_model import PartitionedModel, Settings
 from .scheduler import OnDemand, Scheduler
 from .shard_store import InMemoryStore, ShardStore
-from .unit import Unit
+from .unit import ParamSlot, Unit
 from .unit_grouping import Group, group, parse_size
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,6 @@ def partition(
     store: ShardStore,
     scheduler: Scheduler,
     device: torch.device,
-    materialise=None,
 ) -> PartitionedModel:
     """Group the parameters, fill the units one after the other, install hooks."""
     if getattr(module, _MODEL, None) is not None:
@@ -138,21 +139,23 @@ def _take_over(model: PartitionedModel, one: Group) -> Unit:
     """Make a unit of `one`. Its parameters may be plain, or slots of other units; those end here."""
     old_slots = {param: param._zero3 for param, _ in one.params if parameter_forms.is_partitioned(param)}
     unit = model.add_unit(one.name, one.params)
-    flat = torch.zeros(unit.padded_numel, dtype=unit.master_dtype, device=model.device)
-    for slot in unit.slots:
-        if slot.param not in old_slots:
-            with torch.no_grad():
-                slot.view_of(flat).copy_(slot.param)
-    for old in dict.fromkeys(slot.unit for slot in old_slots.values()):
-        with full_state.gathered_master(old) as values:
-            for slot in unit.slots:
-                before = old_slots.get(slot.param)
-                if before is not None and before.unit is old:
-                    slot.view_of(flat).copy_(before.view_of(values))
-    model.fill(unit, flat)
-    for before in old_slots.values():
-        _retire(before.unit)
+    model.fill(unit, _values(unit, old_slots))
     return unit
+
+
+def _values(unit: Unit, old_slots: dict[Tensor, ParamSlot]) -> Iterator[tuple[ParamSlot, Tensor]]:
+    """Each slot with its whole parameter; at most one old unit is gathered at a time."""
+
+    def old_unit(slot: ParamSlot) -> Unit | None:
+        return old_slots[slot.param].unit if slot.param in old_slots else None
+
+    for old, slots in itertools.groupby(unit.slots, old_unit):
+        if old is None:
+            yield from ((slot, slot.param.detach().contiguous()) for slot in slots)
+            continue
+        with full_state.gathered_master(old) as flat:
+            yield from ((slot, old_slots[slot.param].view_of(flat)) for slot in slots)
+        _retire(old)
 
 
 def _retire(unit: Unit) -> None:

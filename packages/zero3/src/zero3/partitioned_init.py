@@ -89,11 +89,7 @@ class _Construction:
         for (device, _), params in kinds.items():
             model = self._model_on(device)
             unit = model.add_unit(f"{type(module).__name__} {len(model.units)}", params)
-            flat = torch.zeros(unit.padded_numel, dtype=unit.master_dtype, device=device)
-            for slot in unit.slots:
-                with torch.no_grad():
-                    slot.view_of(flat).copy_(slot.param)
-            model.fill(unit, flat)
+            model.fill(unit, ((slot, slot.param.detach().contiguous()) for slot in unit.slots))
 
     def _model_on(self, device: torch.device) -> PartitionedModel:
         if device not in self._models:

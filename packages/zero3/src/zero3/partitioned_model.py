@@ -24,6 +24,7 @@ from . import collectives, optimizer_pieces, parameter_forms, unit_state
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .gradients import Gradients
+from .host_memory import HeapTrimmer
 from .saved_views import SavedViews
 from .scheduler import Phase, Scheduler
 from .shard_store import ShardStore
@@ -78,6 +79,7 @@ class PartitionedModel:
         self.shard_rank = ranks.rank if self.shard_ranks > 1 else 0
         self.keeps_gathered = "params" not in settings.shard
         self.units: list[Unit] = []
+        self._heap = HeapTrimmer()
         self._unit_count = 0
         self.pool = store.pool
         self.gradients = Gradients(self, settings.reduce_dtype)
@@ -122,12 +124,20 @@ class PartitionedModel:
         self.units.append(unit)
         return unit
 
-    def fill(self, unit: Unit, flat: Tensor) -> None:
-        """Cut `flat` (padded_numel, master dtype; rank 0's values count) and let go of everything but the shard."""
-        self.ranks.broadcast(flat, f"rank 0's values of unit {unit.name}")
-        self.store.adopt(unit, unit.own_slice(flat))
-        for slot in unit.slots:
+    def fill(self, unit: Unit, values: Iterable[tuple[ParamSlot, Tensor]]) -> None:
+        """Take over the unit's parameters one after the other; of each only this rank's part stays.
+
+        `values` yields every slot with its whole parameter, contiguous; rank 0's count.
+        """
+        shard = torch.zeros(unit.shard_numel, dtype=unit.master_dtype, device=self.device)
+        for slot, whole in values:
+            self.ranks.broadcast(whole, f"rank 0's values of {slot.name}")
+            start, stop = slot.own_range()
+            shard[slot.start : slot.stop].copy_(whole.view(-1)[start:stop])
             parameter_forms.adopt(slot)
+            del whole
+            self._heap.freed(slot.numel * unit.master_dtype.itemsize)
+        self.store.adopt(unit, shard)
         resident = self.store.resident(unit) if self.shard_ranks == 1 else None
         unit.permanent = resident is not None
         if resident is not None:
@@ -231,8 +241,7 @@ class PartitionedModel:
         """
         unit = slot.unit
         if slot.stop > slot.start:
-            first = self.shard_rank * unit.shard_numel + slot.start - slot.offset
-            values = flat_part(first, first + slot.stop - slot.start).to(unit.device, unit.master_dtype)
+            values = flat_part(*slot.own_range()).to(unit.device, unit.master_dtype)
             if not unit.permanent and unit.state is ParamState.READY:
                 self.release(unit, force=True)
             self.store.write_back(unit, values, slot.start, slot.stop)

@@ -66,6 +66,11 @@ class ParamSlot:
     def name(self) -> str:
         return self.names[0]
 
+    def own_range(self) -> tuple[int, int]:
+        """(start, stop) of this rank's part within the whole parameter, in row-major order."""
+        start = self.unit.rank * self.unit.shard_numel + self.start - self.offset
+        return start, start + self.stop - self.start
+
     def piece_of(self, shard: Tensor) -> Tensor:
         """View of this parameter's part of `shard` (shard_numel,), with the parameter's ndim."""
         return shard[self.start : self.stop].view(piece_shape(self.shape, self.stop - self.start))
