@@ -30,6 +30,7 @@ class IoUringBackend : public Backend {
         wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!wake_) throw SystemError(errno, "eventfd failed");
     if (!ring_.supports(IORING_OP_READ)) throw SystemError(ENOSYS, "this kernel's io_uring is too old (before 5.6)");
+    go_round_once();
   }
 
   bool queue(const Submission& s) override {
@@ -89,6 +90,19 @@ class IoUringBackend : public Backend {
   }
 
  private:
+  // A ring can be made and yet be of no use, where only io_uring_enter is forbidden.
+  void go_round_once() {
+    io_uring_sqe* sqe = ring_.get_sqe();
+    sqe->opcode = IORING_OP_NOP;
+    int code = 0;
+    while ((code = ring_.submit(1)) == EINTR) {
+    }
+    if (code) throw SystemError(code, "io_uring_enter failed");
+    io_uring_cqe cqe;
+    while (!ring_.reap(cqe)) {
+    }
+  }
+
   // Makes the eventfd complete in the ring, so that one system call waits for I/O and for new requests.
   void listen() {
     io_uring_sqe* sqe = ring_.get_sqe();

@@ -30,6 +30,7 @@ _BOUNCE_SLOT = 1 << 20
 # Enough blocks in flight, and large enough ones, to fill the drives that were measured; see benchmarks/.
 _DEFAULT_DEPTH = 32
 _DEFAULT_BLOCK = 1 << 20
+_DEFAULT_THREADS = 8
 _DEFAULT_BOUNCE_BUFFERS = 16
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -114,7 +115,7 @@ class Engine:
     def sync(self, file: PathLike | File) -> None:
         """Makes what was written to the file survive a loss of power (fdatasync), after waiting for its requests.
 
-        OSError: it cannot be made durable, or a write to it had failed.
+        OSError: it cannot be made durable, or one of them failed.
         """
         self._check_usable()
         opened = file if isinstance(file, File) else File(file, "r", direct=False)
@@ -214,10 +215,11 @@ class Engine:
         core = opened._open_core()
         if writes and opened.mode == "r":
             raise ValueError(f"{opened!r} was opened for reading: use mode 'r+' or 'w'")
+        key = self._in_flight.hold(host.owner)
         request = self._core.submit(writes, core, host.address, host.nbytes, offset, checksum, after)
+        self._in_flight.add(Entry(request, host.owner, opened), key)
         if self._all_direct is not core.direct:
             self._all_direct = core.direct and self._all_direct is not False
-        self._in_flight.add(Entry(request, host.owner, opened))
         self._in_flight.let_go()
         return Request(self, request)
 
@@ -252,7 +254,7 @@ class Engine:
             raise ValueError(f"backend must be 'auto' or one of {names}, found {wanted!r}")
         refusals: list[OSError] = []
         for name in names if wanted == "auto" else [wanted]:
-            count = _check_count("threads", _first(threads, 4 if name == "threads" else 1), 256)
+            count = _check_count("threads", _first(threads, _DEFAULT_THREADS if name == "threads" else 1), 256)
             try:
                 core = _core.Engine(name, self.queue_depth, self.block_size, count, self.bounce_buffers, _BOUNCE_SLOT)
             except OSError as e:

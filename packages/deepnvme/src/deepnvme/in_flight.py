@@ -25,20 +25,34 @@ class InFlight:
 
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()  # makes "not done yet, so keep it" one step
+        # Makes "not done yet, so keep it" one step. Reentrant for signal handlers that use the engine.
+        self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
+        self._submitting: dict[object, object] = {}
         # Failures that no wait() has raised, for flush(). Without their arrays.
         self._failures: dict[int, _core.Request] = {}
         _all.add(self)
 
-    def add(self, entry: Entry) -> None:
+    def hold(self, owner: object) -> object:
+        """Ahead of submitting: keeps the owner until add() is called with the key that this returns.
+
+        A signal handler may raise between submitting and adding (KeyboardInterrupt). Then the kernel has the memory
+        and nobody has the request, so the owner stays for as long as the engine.
+        """
+        key = object()
+        self._submitting[key] = owner
+        return key
+
+    def add(self, entry: Entry, key: object) -> None:
         with self._lock:
             # A request is done before its id is listed as finished. So one that is not done here is still to be
             # listed, and will be let go; one that is done may have been listed and missed already.
-            if not entry.request.done():
+            under_way = not entry.request.done()
+            if under_way:
                 self._entries[entry.request.id] = entry
-                return
-        self._note_failure(entry.request)
+        del self._submitting[key]
+        if not under_way:
+            self._note_failure(entry.request)
 
     def let_go(self) -> None:
         """Forgets the requests that finished since the last call."""

@@ -47,7 +47,7 @@ def measure(space: Workspace, point: Point, seconds: float | None = None) -> Rec
         f"--direct={int(point.direct is not False)}",
     ]
     if point.backend == "threads":
-        command += [f"--numjobs={point.threads or 4}", "--thread", "--group_reporting", "--offset_increment=0"]
+        command += [f"--numjobs={point.threads or 8}", "--thread", "--group_reporting", "--offset_increment=0"]
     if seconds is not None:
         command += ["--time_based", f"--runtime={max(1, round(seconds))}"]
     environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
