@@ -16,6 +16,7 @@ COMPILE_ARGS = [
     "-pthread",
     "-fvisibility=hidden",
     "-Wall",
+    "-fno-fast-math",  # whatever CFLAGS ask for
     # No fused multiply-add: gcc would contract a*b+c by itself, and only where the target has FMA, so that
     # instruction sets would differ in the last bit.
     "-ffp-contract=off",

@@ -19,7 +19,7 @@ def refused(error, match, arrays, **settings):
     watched = [
         array
         for array in arrays
-        if isinstance(array, torch.Tensor) and array.device.type == "cpu" and not array.is_sparse
+        if isinstance(array, torch.Tensor) and array.device.type == "cpu" and array.layout is torch.strided
     ]
     before = [array.clone() for array in watched]
     with pytest.raises(error, match=match):
@@ -68,6 +68,9 @@ def test_expanded_and_transposed_are_not_contiguous():
 def test_sparse_and_other_devices():
     arrays = arguments()
     refused(ValueError, "grad is sparse", [arrays[0], arrays[1].to_sparse(), *arrays[2:]])
+    square = [torch.ones(4, 4) for _ in range(4)]
+    refused(ValueError, "grad is sparse", [square[0], square[1].to_sparse_csr(), *square[2:]])
+    refused(ValueError, "grad is a view that torch negates", [arrays[0], torch._neg_view(arrays[1]), *arrays[2:]])
     refused(TypeError, "grad is on device meta", [arrays[0], arrays[1].to("meta"), *arrays[2:]])
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpu_adam
@@ -61,6 +61,7 @@ def test_every_float():
         pattern += np.uint32(BLOCK)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=200))
 def test_any_list_of_floats(values):
     check_patterns(bits(np.array(values, dtype=np.float32)))

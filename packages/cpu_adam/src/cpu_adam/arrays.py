@@ -98,9 +98,12 @@ _torch_dtype_names: dict[Any, str] = {}  # filled as dtypes are met: str(dtype) 
 def _of_torch(name: str, tensor: Any) -> Array:
     if tensor.device.type != "cpu":
         raise errors.wrong_device(name, str(tensor.device))
-    if tensor.is_sparse or not tensor.is_contiguous():
-        found = "sparse" if tensor.is_sparse else f"not contiguous (strides {tuple(tensor.stride())})"
-        raise errors.not_dense(name, found)
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise errors.not_dense(name, f"sparse ({tensor.layout})")
+    if not tensor.is_contiguous():
+        raise errors.not_dense(name, f"not contiguous (strides {tuple(tensor.stride())})")
+    if tensor.is_neg():  # memory holds the opposite of the values
+        raise errors.not_dense(name, "a view that torch negates lazily")
     dtype = _torch_dtype_names.get(tensor.dtype)
     if dtype is None:
         dtype = _torch_dtype_names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
