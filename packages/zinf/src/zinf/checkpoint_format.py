@@ -3,18 +3,22 @@
     checkpoint-000012/
         rank-0.bin ...      a rank's shards: unit after unit, kind after kind, in pieces; raw little-endian elements
         tensors.safetensors buffers of the model, and tensors of `extra`
-        manifest.json       everything else; written last
+        manifest.json       everything else, with a checksum of its own; written last
 
 The manifest holds no path and nothing is executed from it. Names in it are looked up, never opened.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass, field
+from math import isfinite, prod
 from typing import Any
 
 import torch
+
+from deepnvme import crc32c
 
 from .errors import CheckpointError
 
@@ -53,19 +57,17 @@ def rank_file(rank: int) -> str:
 
 @dataclass
 class SlotRecord:
-    """A parameter: its names, its place in the unit, and how often it was updated."""
+    """A parameter: its names, its place in the unit, how often it was updated, and whether its gradients are sums."""
 
     names: list[str]
     shape: list[int]
     offset: int
     step: int | None
+    accumulates: bool = False
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for extent in self.shape:
-            numel *= extent
-        return numel
+        return prod(self.shape)
 
 
 @dataclass
@@ -87,6 +89,14 @@ class UnitRecord:
 
 
 @dataclass
+class OptimizerRecord:
+    """Settings of the parameter groups, and the loss scale."""
+
+    groups: list[dict[str, Any]]
+    loss_scale: dict[str, float] | None
+
+
+@dataclass
 class Manifest:
     """All of a checkpoint but its bytes.
 
@@ -96,36 +106,48 @@ class Manifest:
     ranks: int
     piece_numel: int
     units: list[UnitRecord]
-    optimizer: dict[str, Any]
+    optimizer: OptimizerRecord
     extra: Any
-    tensors_crc32c: int | None
+    tensors_crc32c: int
     random_states: list[str]
     """Of torch's CPU generator, one a rank, in hexadecimal."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+    def encode(self) -> bytes:
+        """JSON: {"crc32c": of the bytes of what follows, "checkpoint": {...}}."""
+        body = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
+        return _PREFIX % crc32c(bytearray(body)) + body + b"}"
 
     @classmethod
-    def from_json(cls, data: Any) -> Manifest:
-        """CheckpointError for anything that is not such a manifest."""
+    def decode(cls, content: bytes) -> Manifest:
+        """CheckpointError for anything that is not such a manifest, or was changed since."""
+        match = _ENCODED.fullmatch(content)
+        if match is None:
+            raise CheckpointError("the manifest is damaged: it does not begin and end as one does")
+        if crc32c(bytearray(match[2])) != int(match[1], 16):
+            raise CheckpointError("the manifest is damaged: its checksum differs")
         try:
-            if data["format"] != FORMAT or data["version"] != VERSION:
-                raise CheckpointError(
-                    f"format {data['format']!r} version {data['version']!r} is not ours ({FORMAT} {VERSION})"
-                )
-            return cls(
-                ranks=_positive(data["ranks"]),
-                piece_numel=_positive(data["piece_numel"]),
-                units=[_unit(unit) for unit in data["units"]],
-                optimizer=dict(data["optimizer"]),
-                extra=data["extra"],
-                tensors_crc32c=data["tensors_crc32c"],
-                random_states=list(data["random_states"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return cls._from_json(json.loads(match[2]))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"the manifest is damaged: {error!r}") from error
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> Manifest:
+        if data["format"] != FORMAT or data["version"] != VERSION:
+            raise CheckpointError(
+                f"format {data['format']!r} version {data['version']!r} is not ours ({FORMAT} {VERSION})"
+            )
+        ranks, piece_numel = _positive(data["ranks"]), _positive(data["piece_numel"])
+        return cls(
+            ranks=ranks,
+            piece_numel=piece_numel,
+            units=[_unit(unit, ranks, piece_numel) for unit in _list(data["units"])],
+            optimizer=_optimizer(data["optimizer"]),
+            extra=data["extra"],
+            tensors_crc32c=_natural(data["tensors_crc32c"]),
+            random_states=[bytes.fromhex(_string(state)).hex() for state in _list(data["random_states"])],
+        )
 
     def file_nbytes(self) -> int:
         """Length that every rank's file must have at least."""
@@ -139,18 +161,84 @@ class Manifest:
         )
 
 
-def _unit(data: dict[str, Any]) -> UnitRecord:
-    kinds = {name: KindRecord(**kind) for name, kind in data["kinds"].items()}
-    for kind in kinds.values():
-        if kind.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {kind.dtype!r}")
-        _natural(kind.file_offset)
-    slots = [SlotRecord(**slot) for slot in data["slots"]]
+_PREFIX = b'{"crc32c": "%08x", "checkpoint": '
+_ENCODED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "checkpoint": (.*)\}', re.DOTALL)
+
+
+# -- what a manifest may hold; ValueError (or TypeError, KeyError) for anything else ---------------------------
+
+
+def _unit(data: dict[str, Any], ranks: int, piece_numel: int) -> UnitRecord:
+    shard_numel = _positive(data["shard_numel"])
+    pieces = -(-shard_numel // piece_numel)
+    kinds = {name: _kind(name, kind, ranks, pieces) for name, kind in data["kinds"].items()}
+    if "param" not in kinds:
+        raise ValueError(f"unit {data['name']!r} has no values")
+    slots = [_slot(slot) for slot in _list(data["slots"])]
     for slot in slots:
-        _natural(slot.offset)
-        for extent in slot.shape:
-            _natural(extent)
-    return UnitRecord(str(data["name"]), _positive(data["shard_numel"]), slots, kinds)
+        if slot.offset + slot.numel > shard_numel * ranks:
+            raise ValueError(f"{slot.names[0]!r} ends behind its unit")
+    return UnitRecord(_string(data["name"]), shard_numel, slots, kinds)
+
+
+def _slot(data: dict[str, Any]) -> SlotRecord:
+    names = [_string(name) for name in _list(data["names"])]
+    if not names:
+        raise ValueError("a parameter has no name")
+    shape = [_natural(extent) for extent in _list(data["shape"])]
+    step = None if data["step"] is None else _natural(data["step"])
+    return SlotRecord(names, shape, _natural(data["offset"]), step, data["accumulates"] is True)
+
+
+def _kind(name: str, data: dict[str, Any], ranks: int, pieces: int) -> KindRecord:
+    if data["dtype"] not in (_KINDS[name] or DTYPES):
+        raise ValueError(f"{name} cannot be {data['dtype']!r}")
+    sums = [[_natural(value) for value in _list(row)] for row in _list(data["crc32c"])]
+    if len(sums) != ranks or any(len(row) != pieces for row in sums):
+        raise ValueError(f"{name} has not a checksum for every piece")
+    return KindRecord(data["dtype"], _natural(data["file_offset"]), sums)
+
+
+# Kinds of state, and the dtype each must have (None: any).
+_KINDS: dict[str, tuple[str, ...] | None] = {
+    "param": None, "remainder": ("int16",), "master": ("float32",), "exp_avg": ("float32",), "exp_avg_sq": ("float32",),
+}  # fmt: skip
+
+
+def _optimizer(data: dict[str, Any]) -> OptimizerRecord:
+    scale = data["loss_scale"]
+    if scale is not None:
+        scale = {"value": _number(scale["value"]), "good_steps": _natural(scale["good_steps"])}
+    return OptimizerRecord([_group(group) for group in _list(data["groups"])], scale)
+
+
+def _group(data: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a parameter group; a list becomes the tuple that it was."""
+    if "params" in data:
+        raise ValueError("settings of a group hold no parameters")
+    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    numbers = [settings["lr"], settings["eps"], settings["weight_decay"], *settings["betas"]]
+    if len(numbers) != 5 or any(_number(value) < 0 for value in numbers):
+        raise ValueError(f"settings {settings!r}")
+    return settings
+
+
+def _list(value: Any) -> list:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is no list")
+    return value
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return value
 
 
 def _natural(value: Any) -> int:

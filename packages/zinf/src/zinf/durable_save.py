@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from zero3.unit import ParamSlot, Unit
 
 from . import checkpoint_format as layout
 from . import unit_states
-from .checkpoint_format import DTYPES, KindRecord, Manifest, SlotRecord, UnitRecord
+from .checkpoint_format import DTYPES, KindRecord, Manifest, OptimizerRecord, SlotRecord, UnitRecord
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
@@ -76,16 +77,16 @@ def save(
     number = _agree_on_number(root, machinery)
     beside = root / f".{layout.folder_name(number)}"
     try:
-        if ranks.rank == 0:
-            _remove_unfinished(root)
-            beside.mkdir(parents=True)
-        _meet(machinery, "the checkpoint's folder is there")
-        units, nbytes = _write_shards(beside, engine, machinery)
-        _meet(machinery, "every rank's shards are written")
+        with _together(machinery, "making the checkpoint's folder"):
+            if ranks.rank == 0:
+                _remove_unfinished(root)
+                beside.mkdir(parents=True)
+        with _together(machinery, "writing the checkpoint's shards"):
+            units, nbytes = _write_shards(beside, engine, machinery)
         final = root / layout.folder_name(number)
-        if ranks.rank == 0:
-            nbytes = nbytes * _files(machinery) + _finish(beside, final, model, optimizer, extra, units, machinery)
-        _meet(machinery, "the checkpoint has its name")
+        with _together(machinery, "finishing the checkpoint"):
+            if ranks.rank == 0:
+                nbytes = nbytes * _files(machinery) + _finish(beside, final, model, optimizer, extra, units, machinery)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -117,8 +118,28 @@ def _agree_on_number(root: Path, machinery: PartitionedModel) -> int:
     return int(number)
 
 
-def _meet(machinery: PartitionedModel, what: str) -> None:
-    machinery.ranks.sum(torch.zeros(1), what)
+@contextmanager
+def _together(machinery: PartitionedModel, what: str) -> Iterator[None]:
+    """The block ends well on every rank, or on none: where one fails, the others raise with its message."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    ranks = machinery.ranks
+    texts = torch.zeros(ranks.size, _MESSAGE_BYTES, dtype=torch.int32)
+    if failure is not None:
+        text = f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
+        texts[ranks.rank, : len(text)] = torch.tensor(list(text), dtype=torch.int32)
+    ranks.sum(texts, what)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text.any():
+            raise CheckpointError(f"rank {rank} failed at {what}: {bytes(text[text > 0].tolist()).decode(errors='replace')}")
+
+
+_MESSAGE_BYTES = 1000
 
 
 def _remove_unfinished(root: Path) -> None:
@@ -155,7 +176,8 @@ def _lay_out(engine: OffloadEngine, machinery: PartitionedModel) -> tuple[list[U
         for name, dtype in _saved_kinds(engine, unit).items():
             kinds[name] = KindRecord(str(dtype).removeprefix("torch."), end)
             end = round_up(end + unit.shard_numel * dtype.itemsize, layout.ALIGNMENT)
-        slots = [SlotRecord(list(s.names), list(s.shape), s.offset, _step(engine, s)) for s in unit.slots]
+        sums = engine.accumulates(unit)
+        slots = [SlotRecord(list(s.names), list(s.shape), s.offset, _step(engine, s), sums) for s in unit.slots]
         records.append(UnitRecord(unit.name, unit.shard_numel, slots, kinds))
     return records, end
 
@@ -194,7 +216,7 @@ def _finish(
     """Rank 0: the small tensors, the manifest, and the name. Returns the bytes written."""
     tensors = {f"buffer.{name}": buffer for name, buffer in _buffers(model)}
     plain_extra = _take_tensors(extra, "extra", tensors)
-    blob = save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    blob = save_tensors({name: _copy(tensor) for name, tensor in tensors.items()})
     _write_synced(beside / layout.TENSORS, blob)
     states = []
     for rank in range(_files(machinery)):
@@ -214,12 +236,17 @@ def _finish(
         tensors_crc32c=deepnvme.crc32c(bytearray(blob)),
         random_states=states,
     )
-    text = json.dumps(manifest.to_json()).encode()
+    text = manifest.encode()
     _write_synced(beside / layout.MANIFEST, text)
     _sync_folder(beside)
     os.rename(beside, final)
     _sync_folder(final.parent)
     return len(blob) + len(text)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Memory of its own: safetensors refuses tensors that share it."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -230,12 +257,15 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """`value` with each tensor replaced by a mark; the tensors go into `tensors`. TypeError for what is no JSON."""
     if isinstance(value, Tensor):
-        tensors[path] = value
-        return {_TENSOR_MARK: path}
+        name = f"extra.{len(tensors)}"
+        tensors[name] = value
+        return {_TENSOR_MARK: name}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{path}: key {key!r} is no string, a checkpoint keeps JSON values and tensors")
+            if key == _TENSOR_MARK:
+                raise TypeError(f"{path}: key {key!r} means a tensor in a checkpoint, choose another")
         return {key: _take_tensors(item, f"{path}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_take_tensors(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
@@ -246,22 +276,22 @@ def _take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 def _give_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
-        if set(value) == {_TENSOR_MARK}:
-            return tensors[value[_TENSOR_MARK]]
+        if _TENSOR_MARK in value:
+            name = value[_TENSOR_MARK]
+            if not isinstance(name, str) or name not in tensors:
+                raise CheckpointError(f"the manifest is damaged: `extra` names a tensor {name!r} that is not there")
+            return tensors[name]
         return {key: _give_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
         return [_give_tensors(item, tensors) for item in value]
     return value
 
 
-def _optimizer_settings(optimizer: AdamW | None) -> dict[str, Any]:
+def _optimizer_settings(optimizer: AdamW | None) -> OptimizerRecord:
     if optimizer is None:
-        return {"groups": [], "loss_scale": None}
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"params": [param._zero3.name for param in group["params"]], "settings": settings})
-    return {"groups": groups, "loss_scale": optimizer.loss_scale.state()}
+        return OptimizerRecord([], None)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return OptimizerRecord(groups, optimizer.loss_scale.state())
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -308,13 +338,9 @@ def find(dir: str | os.PathLike) -> Path:
 def read_manifest(path: Path) -> Manifest:
     """CheckpointError when it is damaged, or when a file is shorter than it says."""
     try:
-        data = json.loads((path / layout.MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
-    try:
-        manifest = Manifest.from_json(data)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        manifest = Manifest.decode((path / layout.MANIFEST).read_bytes())
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{path / layout.MANIFEST}: {error}") from error
     for rank in range(manifest.ranks):
         file = path / layout.rank_file(rank)
         if not file.is_file() or file.stat().st_size < manifest.file_nbytes():
@@ -334,24 +360,27 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     engine, machinery = engine_of(model)
     path = find(dir)
     manifest = read_manifest(path)
-    places = _match(manifest, engine, machinery)
-    tensors = read_tensors(path, manifest)
+    with _together(machinery, "comparing the checkpoint with the model"):
+        places = _match(manifest, engine, machinery)
+        tensors = read_tensors(path, manifest)
+        _match_buffers(model, tensors)
+        _match_groups(manifest, optimizer)
+        random_state = _random_state(manifest, machinery.ranks.rank)
+        extra = _give_tensors(manifest.extra, tensors)
     if optimizer is not None:
         optimizer.forget()
     _settle(engine, machinery)
-    with PieceReader(path, manifest) as reader:
+    with _together(machinery, "loading the checkpoint"), PieceReader(path, manifest) as reader:
         for unit in machinery.units:
             _load_unit(engine, unit, places, reader)
     with torch.no_grad():
         for name, buffer in _buffers(model):
             buffer.copy_(tensors[f"buffer.{name}"])
-    _load_optimizer(manifest, optimizer, places, machinery)
-    if machinery.ranks.rank < len(manifest.random_states):
-        torch.set_rng_state(
-            torch.tensor(list(bytes.fromhex(manifest.random_states[machinery.ranks.rank])), dtype=torch.uint8)
-        )
+    _load_optimizer(manifest, optimizer, places, engine)
+    if random_state is not None:
+        torch.set_rng_state(random_state)
     engine.newest_checkpoint = str(path)
-    return _give_tensors(manifest.extra, tensors)
+    return extra
 
 
 Place = tuple[UnitRecord, SlotRecord]
@@ -430,11 +459,7 @@ class PieceReader:
         count = min(numel, unit.shard_numel - piece * numel)
         elements = deepnvme.empty(count * dtype.itemsize).torch()
         self._io.read(self._files[rank], elements, record.file_offset + piece * numel * dtype.itemsize).wait()
-        try:
-            expected = record.crc32c[rank][piece]
-        except (IndexError, TypeError):
-            expected = None
-        if deepnvme.crc32c(elements) != expected:
+        if deepnvme.crc32c(elements) != record.crc32c[rank][piece]:
             names = _names_within(unit, rank * unit.shard_numel + piece * numel, count)
             raise CheckpointError(
                 f"{self._path / layout.rank_file(rank)}: {kind} of {', '.join(names)} is damaged "
@@ -470,24 +495,47 @@ def _load_unit(engine: OffloadEngine, unit: Unit, places: dict[ParamSlot, Place]
     unit.model.values_changed(unit)
 
 
+def _match_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, buffer in _buffers(model):
+        saved = tensors.get(f"buffer.{name}")
+        if saved is None or saved.shape != buffer.shape:
+            found = "is missing" if saved is None else f"has shape {tuple(saved.shape)}, the model's {tuple(buffer.shape)}"
+            raise CheckpointError(f"the checkpoint does not fit the model: buffer {name} {found}")
+
+
+def _random_state(manifest: Manifest, rank: int) -> Tensor | None:
+    """Of this rank, when the checkpoint has one for it. CheckpointError when torch does not take it."""
+    if rank >= len(manifest.random_states):
+        return None
+    state = torch.tensor(list(bytes.fromhex(manifest.random_states[rank])), dtype=torch.uint8)
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"the random state of rank {rank} is damaged: {error}") from error
+    return state
+
+
+def _match_groups(manifest: Manifest, optimizer: AdamW | None) -> None:
+    saved = manifest.optimizer.groups
+    if optimizer is not None and saved and len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+
+
 def _load_optimizer(
-    manifest: Manifest, optimizer: AdamW | None, places: dict[ParamSlot, Place], machinery: PartitionedModel
+    manifest: Manifest, optimizer: AdamW | None, places: dict[ParamSlot, Place], engine: OffloadEngine
 ) -> None:
     if optimizer is None:
         return
     for slot, (_, saved) in places.items():
         if slot.param in optimizer.state:
-            optimizer.state[slot.param]["step"] = int(saved.step or 0)
-    saved_groups = manifest.optimizer.get("groups", [])
-    if len(saved_groups) != len(optimizer.param_groups) and saved_groups:
-        raise CheckpointError(
-            f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
-        )
-    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=False):
-        for key, value in saved_group["settings"].items():
-            group[key] = tuple(value) if key == "betas" else value
-    if manifest.optimizer.get("loss_scale"):
-        optimizer.loss_scale.load(manifest.optimizer["loss_scale"])
+            optimizer.state[slot.param]["step"] = saved.step or 0
+    for group, settings in zip(optimizer.param_groups, manifest.optimizer.groups, strict=False):
+        group.update(settings)
+    if manifest.optimizer.loss_scale is not None:
+        optimizer.loss_scale.load(manifest.optimizer.loss_scale)
+    engine.will_accumulate(slot.unit for slot, (_, saved) in places.items() if saved.accumulates)
 
 
 def read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:

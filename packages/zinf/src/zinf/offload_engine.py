@@ -306,6 +306,10 @@ class OffloadEngine(ShardStore):
         """Gradients of `units` are sums of several micro-batches: they wait in float32 from the first on."""
         self._sums.update(units)
 
+    def accumulates(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` are summed, and so wait in float32."""
+        return unit in self._sums
+
     def waits(self, unit: Unit) -> bool:
         """Whether a gradient of `unit` waits."""
         return unit in self._waiting

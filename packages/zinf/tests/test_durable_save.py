@@ -1,0 +1,483 @@
+"""A checkpoint is complete or absent, self-contained, checked, and goes on bit for bit wherever it is loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from zinf_testing import SETTINGS, assert_same, config, full_states, make, offloaded, state_of, train
+
+import deepnvme
+import zinf
+from zinf import checkpoint_format
+from zinf.config import OVERLAPS
+from zinf.durable_save import checkpoints, verify
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def saved(nvme, folder, steps=3, **changes):
+    """(model, optimizer) after some steps, and its checkpoint's folder."""
+    model, optimizer = offloaded(config(nvme, **changes))
+    train(model, optimizer, steps)
+    return model, optimizer, zinf.save(folder, model, optimizer).path
+
+
+# -- resuming -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_resumed_run_goes_on_bit_for_bit(nvme, tmp_path, overlap, dtype):
+    cfg = config(nvme, grads="nvme", overlap_optimizer=overlap, dtype=dtype)
+    model, optimizer = offloaded(cfg)
+    wanted = train(model, optimizer, 8)
+    interrupted, its_optimizer = offloaded(cfg)
+    train(interrupted, its_optimizer, 4)
+    zinf.save(tmp_path / "run", interrupted, its_optimizer)
+    assert train(interrupted, its_optimizer, range(4, 8)) == wanted[4:]  # the save changed nothing
+    resumed, its_optimizer = offloaded(cfg, seed=5)
+    zinf.load(tmp_path / "run", resumed, its_optimizer)
+    assert train(resumed, its_optimizer, range(4, 8)) == wanted[4:]
+    assert_same(full_states(resumed), full_states(model))
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "in pieces"])
+def test_another_placement_and_other_units(nvme, tmp_path, small, request):
+    if small:
+        request.getfixturevalue("small_pieces")
+    model, optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
+    wanted = full_states(model)
+    losses = train(model, optimizer, range(3, 6))
+    for place in ("device", "cpu", "nvme"):
+        for unit_size in (0, "3KiB", "1GiB"):
+            cfg = config(nvme, place, place, place, dtype=torch.bfloat16, unit_size=unit_size)
+            other, its_optimizer = offloaded(cfg, seed=4)
+            zinf.load(path, other, its_optimizer)
+            assert_same(full_states(other), wanted)
+            assert train(other, its_optimizer, range(3, 6)) == losses
+
+
+def reshard(rank, world, folder, nvme, what, dtype):
+    """Save or resume; weights and moments of every parameter are collected whole."""
+    model, optimizer = offloaded(config(nvme, dtype=DTYPES[dtype]), width=18, vocabulary=41)  # sizes not divisible by 2
+    if what == "save":
+        train(model, optimizer, 3, rank, world)
+        zinf.save(folder, model, optimizer, extra={"world": world})
+    else:
+        assert zinf.load(folder, model, optimizer)["world"] != world
+    return full_states(model)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_numbers_of_ranks(ranks, nvme, tmp_path, dtype):
+    for first, second in ((2, 1), (1, 2)):
+        folder = str(tmp_path / f"from-{first}-to-{second}")
+        saved_states = ranks(reshard, first, folder, str(nvme), "save", dtype)
+        loaded_states = ranks(reshard, second, folder, str(nvme), "load", dtype)
+        for states in loaded_states:
+            assert_same(states, saved_states[0])
+
+
+def goes_on(rank, world, folder, nvme, steps, save):
+    """The same global batch on any number of ranks; float64 sums of two halves are exact enough to compare bits of
+    one step only, so the gradient is made the same by giving every rank the whole batch."""
+    model, optimizer = offloaded(config(nvme))
+    if steps[0]:
+        zinf.load(folder, model, optimizer)
+    losses = train(model, optimizer, steps)
+    if save:
+        zinf.save(folder, model, optimizer)
+    return losses
+
+
+def test_one_two_one_ranks_in_one_run(ranks, nvme, tmp_path):
+    wanted = train(*offloaded(config(nvme)), 9)
+    found = []
+    for world, steps in ((1, (0, 1, 2)), (2, (3, 4, 5)), (1, (6, 7, 8))):
+        found += ranks(goes_on, world, str(tmp_path / "run"), str(nvme), steps, True)[0]
+    assert found == wanted
+
+
+def test_frozen_parameters_and_buffers(nvme, tmp_path):
+    def build(seed):
+        model = make(seed)
+        for block in model.blocks[:2]:
+            block.requires_grad_(False)
+        model.seen += seed
+        return zinf.shard(model, config(nvme, dtype=torch.bfloat16))
+
+    model = build(1)
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    train(model, optimizer, 2)
+    path = zinf.save(tmp_path / "run", model, optimizer).path
+    other = build(7)
+    its_optimizer = zinf.AdamW(other.parameters(), **SETTINGS)
+    zinf.load(path, other, its_optimizer)
+    assert_same(state_of(other), state_of(model))
+    assert_same(full_states(other), full_states(model))
+    kinds = {unit.name: set(unit.kinds) for unit in _manifest(path).units}
+    assert kinds["blocks.0"] == {"param", "remainder"}  # what is frozen has no moments
+    assert kinds["blocks.2"] == {"param", "remainder", "exp_avg", "exp_avg_sq"}
+
+
+def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
+    """Resumed in an optimizer that was built with other values."""
+
+    def build(lr, betas, decay):
+        model = zinf.shard(make(), config(nvme))
+        flat = [param for param in model.parameters() if param.ndim < 2]
+        matrices = [param for param in model.parameters() if param.ndim >= 2]
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": flat, "lr": lr / 3, "betas": betas}]
+        optimizer = zinf.AdamW(groups, lr=lr)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
+    def run(model, optimizer, scheduler, steps):
+        losses = []
+        for step in steps:
+            losses += train(model, optimizer, [step])
+            scheduler.step()
+        return losses
+
+    wanted = run(*build(1e-2, (0.8, 0.99), 0.3), range(10))
+    model, optimizer, scheduler = build(1e-2, (0.8, 0.99), 0.3)
+    run(model, optimizer, scheduler, range(5))
+    zinf.save(tmp_path, model, optimizer, extra={"scheduler": scheduler.state_dict()})
+    model, optimizer, scheduler = build(5.0, (0.1, 0.2), 0.0)
+    extra = zinf.load(tmp_path, model, optimizer)
+    scheduler.load_state_dict(extra["scheduler"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.1]
+    assert optimizer.param_groups[1]["betas"] == (0.8, 0.99)
+    assert run(model, optimizer, scheduler, range(5, 10)) == wanted[5:]
+
+
+def test_random_numbers_go_on(nvme, tmp_path):
+    model, optimizer, _ = saved(nvme, tmp_path)
+    zinf.save(tmp_path, model, optimizer)
+    wanted = torch.rand(4)
+    torch.manual_seed(99)
+    zinf.load(tmp_path, model, optimizer)
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_accumulated_gradients_resume_alike(ranks, nvme, tmp_path):
+    """Sums wait in float32: that too must not depend on what ran before the save."""
+    wanted = ranks(accumulated, 2, str(nvme), str(tmp_path / "whole"), None)
+    ranks(accumulated, 2, str(nvme), str(tmp_path / "run"), 3)
+    assert ranks(accumulated, 2, str(nvme), str(tmp_path / "run"), 6) == wanted
+
+
+def accumulated(rank, world, nvme, folder, until):
+    """Six steps of two micro-batches each, or the first three and a save, or the last three."""
+    model, optimizer = offloaded(config(nvme, dtype=torch.bfloat16))
+    if until == 6:
+        zinf.load(folder, model, optimizer)
+    for step in range(*{None: (0, 6), 3: (0, 3), 6: (3, 6)}[until]):
+        for part in model.data(step, 8).chunk(2):
+            (model.loss(part.chunk(world)[rank]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if until == 3:
+        zinf.save(folder, model, optimizer)
+    return full_states(model)["head.weight" if "head.weight" in dict(model.named_parameters()) else "embedding.weight"][
+        "param"
+    ].tolist()
+
+
+def test_extra_keeps_values_and_tensors(nvme, tmp_path):
+    extra = {
+        "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False],
+        "nested": {"half": torch.arange(3, dtype=torch.bfloat16), "list": [torch.tensor(5), {"empty": torch.zeros(0, 2)}]},
+    }  # fmt: skip
+    model, optimizer, _ = saved(nvme, tmp_path)
+    zinf.save(tmp_path, model, optimizer, extra=extra)
+    found = zinf.load(tmp_path, model, optimizer)
+    assert {key: found[key] for key in ("step", "best", "name", "nothing", "flags")} == {
+        key: extra[key] for key in ("step", "best", "name", "nothing", "flags")
+    }
+    assert torch.equal(found["nested"]["half"], extra["nested"]["half"])
+    assert found["nested"]["half"].dtype is torch.bfloat16
+    assert found["nested"]["list"][0] == 5
+    assert found["nested"]["list"][1]["empty"].shape == (0, 2)
+    for bad in ({1: 2}, {"f": print}, [object()]):
+        with pytest.raises(TypeError, match="extra"):
+            zinf.save(tmp_path, model, optimizer, extra=bad)
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_the_swap_folder_may_vanish(nvme, tmp_path):
+    _, _, path = saved(nvme, tmp_path / "run")
+    shutil.rmtree(nvme)
+    nvme.mkdir()
+    model, optimizer = offloaded(config(nvme))
+    zinf.load(path, model, optimizer)
+
+
+def test_keep(nvme, tmp_path):
+    model, optimizer, _ = saved(nvme, tmp_path, steps=1)
+    for _ in range(4):
+        newest = zinf.save(tmp_path, model, optimizer, keep=2).path
+    kept = checkpoints(tmp_path)
+    assert len(kept) == 2
+    assert str(kept[-1]) == newest
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "nvme") == [path.name for path in kept]
+    with pytest.raises(ValueError, match="keep"):
+        zinf.save(tmp_path, model, optimizer, keep=0)
+
+
+def test_the_newest_complete_one_is_loaded(nvme, tmp_path):
+    model, optimizer, first = saved(nvme, tmp_path / "run", steps=1)
+    wanted = full_states(model)
+    train(model, optimizer, 1)
+    second = zinf.save(tmp_path / "run", model, optimizer).path
+    (tmp_path / "run" / checkpoint_format.folder_name(2) / checkpoint_format.MANIFEST).unlink()
+    zinf.load(tmp_path / "run", model, optimizer)
+    assert_same(full_states(model), wanted)
+    with pytest.raises(zinf.CheckpointError):
+        zinf.load(second, model, optimizer)
+    with pytest.raises(zinf.CheckpointError):
+        zinf.load(tmp_path / "nothing", model, optimizer)
+    assert first != second
+
+
+# -- damage ---------------------------------------------------------------------------------------------------
+
+
+def _manifest(path):
+    return checkpoint_format.Manifest.decode((Path(path) / "manifest.json").read_bytes())
+
+
+def _encoded(data):
+    """A manifest with `data` in it and a right checksum, as an attacker would write it."""
+    body = json.dumps(data)
+    return f'{{"crc32c": "{deepnvme.crc32c(bytearray(body.encode())):08x}", "checkpoint": {body}}}'
+
+
+def _flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_verify_finds_every_flipped_byte_of_a_state(nvme, tmp_path):
+    """One bit in every kind of every unit, one at a time; the message names parameter and kind."""
+    model, optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
+    assert verify(path) == []
+    file = Path(path) / "rank-0.bin"
+    for unit in _manifest(path).units:
+        for kind, record in unit.kinds.items():
+            position = record.file_offset + random.Random(1).randrange(unit.slots[0].numel)
+            _flip(file, position)
+            (fault,) = verify(path)
+            assert kind in fault
+            assert unit.slots[0].names[0] in fault
+            before = full_states(model)
+            with pytest.raises(zinf.CheckpointError, match=unit.slots[0].names[0]):
+                zinf.load(path, *offloaded(config(nvme, dtype=torch.bfloat16)))
+            assert_same(full_states(model), before)
+            _flip(file, position)
+    assert verify(path) == []
+    _flip(Path(path) / "tensors.safetensors", -1)
+    assert len(verify(path)) == 1
+
+
+def test_no_changed_byte_of_a_manifest_is_believed(nvme, tmp_path):
+    model, optimizer, path = saved(nvme, tmp_path / "run", steps=1)
+    file = Path(path) / "manifest.json"
+    for position in range(0, file.stat().st_size, 97):
+        _flip(file, position)
+        with pytest.raises(zinf.CheckpointError, match="manifest"):
+            zinf.load(path, model, optimizer)
+        _flip(file, position)
+    zinf.load(path, model, optimizer)
+
+
+def failing(rank, world, folder, nvme):
+    """Rank 1 cannot write: every rank hears why, and what was there before is there still."""
+    model, optimizer = offloaded(config(nvme))
+    zinf.save(folder, model, optimizer)
+    before = sorted(path.name for path in Path(folder).iterdir())
+    if rank == 1:
+        def full(*args):
+            raise OSError(28, "No space left on device", "rank-1.bin")
+
+        whole, zinf.durable_save._write_kind = zinf.durable_save._write_kind, full
+    with pytest.raises(Exception, match="No space left"):
+        zinf.save(folder, model, optimizer)
+    if rank == 1:
+        zinf.durable_save._write_kind = whole
+    torch.distributed.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == before
+    if rank == 0:
+        file = Path(folder) / "checkpoint-000001" / "rank-0.bin"
+        content = bytearray(file.read_bytes())
+        content[0] ^= 1
+        file.write_bytes(content)
+    torch.distributed.barrier()
+    with pytest.raises(zinf.CheckpointError, match="damaged"):
+        zinf.load(folder, model, optimizer)
+
+
+def test_a_failure_on_one_rank_ends_all_with_its_message(ranks, nvme, tmp_path):
+    ranks(failing, 2, str(tmp_path / "run"), str(nvme), timeout=30)
+
+
+def test_a_file_that_was_cut_short(nvme, tmp_path):
+    model, optimizer, path = saved(nvme, tmp_path / "run")
+    file = Path(path) / "rank-0.bin"
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(zinf.CheckpointError, match="shorter"):
+        zinf.load(path, model, optimizer)
+    file.unlink()
+    with pytest.raises(zinf.CheckpointError, match="missing"):
+        zinf.load(path, model, optimizer)
+
+
+HOSTILE = [-1, 0, 1, 2**62, 2**70, 1e308, float("nan"), None, True, "", "../../etc/passwd", "float32", [], [[]], {}, {"a": 1}]
+
+
+def _places(data, path=()):
+    """Every place in a JSON value."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+def test_a_hostile_manifest_ends_in_one_kind_of_error(nvme, tmp_path):
+    """Whatever stands in it: a CheckpointError, or a checkpoint that loads; nothing else, and nothing large."""
+    model, optimizer, path = saved(nvme, tmp_path / "run", steps=1)
+    zinf.save(tmp_path / "run", model, optimizer, extra={"t": torch.ones(2)})
+    manifest = Path(checkpoints(tmp_path / "run")[-1]) / "manifest.json"
+    honest = json.loads(manifest.read_text())["checkpoint"]
+    chance = random.Random(3)
+    places = list(_places(honest))
+    assert len(places) > 100
+    for _ in range(300):
+        data = copy.deepcopy(honest)
+        *parents, last = chance.choice(places)
+        parent = data
+        for key in parents:
+            parent = parent[key]
+        value = chance.choice([*HOSTILE, "remove"])
+        if value == "remove":
+            del parent[last]
+        else:
+            parent[last] = value
+        manifest.write_text(_encoded(data))
+        for read in (lambda: zinf.load(manifest.parent, model, optimizer), lambda: verify(manifest.parent)):
+            try:
+                read()
+            except zinf.CheckpointError:
+                pass
+            except BaseException as error:
+                raise AssertionError(f"{parents} {last} = {value!r}: {error!r}") from error
+    bodies = ([], None, {"format": "zinf-checkpoint"}, [[[]]])
+    for text in ("", "[]", "{", "\x00", *map(_encoded, bodies), _encoded("x").replace('"x"', "[" * 100_000)):
+        manifest.write_text(text)
+        with pytest.raises(zinf.CheckpointError):
+            zinf.load(manifest.parent, model, optimizer)
+
+
+def test_a_damaged_checkpoint_changes_nothing_that_can_be_checked_before(nvme, tmp_path):
+    """Names, shapes, dtypes and groups are compared before a byte is read."""
+    model, optimizer, path = saved(nvme, tmp_path / "run")
+    before = full_states(model)
+    others = {
+        "missing": make(layers=4),
+        "not in the model": make(layers=2),
+        "shape": make(width=20),
+    }
+    for message, other in others.items():
+        zinf.shard(other, config(nvme))
+        with pytest.raises(zinf.CheckpointError, match=message):
+            zinf.load(path, other, zinf.AdamW(other.parameters()))
+    narrow = zinf.shard(make(), config(nvme, dtype=torch.bfloat16))
+    with pytest.raises(zinf.CheckpointError, match="bfloat16"):
+        zinf.load(path, narrow, zinf.AdamW(narrow.parameters()))
+    grouped = zinf.shard(make(seed=9), config(nvme))
+    start = state_of(grouped)
+    params = list(grouped.parameters())
+    with pytest.raises(zinf.CheckpointError, match="group"):
+        zinf.load(path, grouped, zinf.AdamW([{"params": params[:2]}, {"params": params[2:]}]))
+    assert_same(state_of(grouped), start)
+    assert_same(full_states(model), before)
+
+
+# -- killed in between ----------------------------------------------------------------------------------------
+
+KILLED = """
+import os, random, sys
+import torch, zinf
+from zinf import durable_save
+from zinf_testing import config, offloaded, train
+
+nvme, folder, lives = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def live(seed):
+    model, optimizer = offloaded(config(nvme, dtype=torch.bfloat16))
+    done = zinf.load(folder, model, optimizer)["done"] if durable_save.checkpoints(folder) else 0
+    chance = random.Random(seed)
+    left = chance.randrange(1, 250)  # calls until the end
+
+    def dying(function):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0 and chance.random() < 0.5:
+                os.kill(os.getpid(), 9)
+            result = function(*args, **kwargs)
+            if left == 0:
+                os.kill(os.getpid(), 9)
+            return result
+        return call
+
+    os.rename, os.fsync, os.open = map(dying, (os.rename, os.fsync, os.open))
+    durable_save._write_kind = dying(durable_save._write_kind)
+    durable_save.shutil.rmtree = dying(durable_save.shutil.rmtree)
+    while done < 12:
+        print("loss", done, *(loss.hex() for loss in train(model, optimizer, [done])), flush=True)
+        done += 1
+        zinf.save(folder, model, optimizer, extra={"done": done}, keep=2)
+
+for seed in range(lives):
+    child = os.fork()  # before this process has used a thread: a life costs no start of an interpreter
+    if child == 0:
+        try:
+            live(seed)
+            print("whole", flush=True)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    faults = [fault for path in durable_save.checkpoints(folder) for fault in durable_save.verify(path)]
+    print("life", os.WTERMSIG(status), len(os.listdir(nvme)), len(faults), flush=True)
+"""
+
+
+def killed(lives, nvme, tmp_path, run_python):
+    """Lives that each end by SIGKILL within a save or come through: the losses go on bit for bit from life to life."""
+    wanted = [loss.hex() for loss in train(*offloaded(config(nvme, dtype=torch.bfloat16)), 12)]
+    lines = run_python(KILLED, nvme, tmp_path / "run", lives, timeout=20 + 10 * lives).splitlines()
+    words = [line.split() for line in lines]
+    assert sum(word[:2] == ["life", "9"] for word in words) >= lives // 2
+    assert all(word[2:] == ["0", "0"] for word in words if word[0] == "life")  # nothing in the directory, no damage
+    losses = [(int(word[1]), word[2]) for word in words if word[0] == "loss"]
+    assert len(losses) > lives  # most came further than their first step
+    assert all(loss == wanted[step] for step, loss in losses)
+    assert max(step for step, _ in losses) > 2  # lives build upon one another
+
+
+def test_killed_at_any_moment_of_a_save(nvme, tmp_path, run_python):
+    killed(8, nvme, tmp_path, run_python)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_fifty_moments(nvme, tmp_path, run_python):
+    killed(50, nvme, tmp_path, run_python)
