@@ -17,9 +17,9 @@ class BouncePool {
   void give_back(std::byte* slot);
   bool has_free() const { return !memory_.data() || !free_.empty(); }
 
-  // How many slots may be with the drive at once. The other half is being copied meanwhile: refilling the drive
-  // first and copying then is what lets one thread keep it busy.
-  size_t in_flight_limit() const { return (slots_ + 1) / 2; }
+  // How many slots may be with the drive at once. The rest is being copied meanwhile: refilling the drive first and
+  // copying then is what lets one thread keep it busy, and a quarter of the slots is enough for that.
+  size_t in_flight_limit() const { return slots_ - slots_ / 4; }
 
  private:
   size_t slots_;

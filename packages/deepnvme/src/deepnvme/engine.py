@@ -31,7 +31,7 @@ _BOUNCE_SLOT = 1 << 20
 _DEFAULT_DEPTH = 32
 _DEFAULT_BLOCK = 1 << 20
 _DEFAULT_THREADS = 8
-_DEFAULT_BOUNCE_BUFFERS = 16
+_DEFAULT_BOUNCE_BUFFERS = 48  # three quarters may be with the drive: as many as the queue takes
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
