@@ -3,10 +3,10 @@
 Everything is checked before anything is touched.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from cpu_adam import arrays, errors
@@ -14,7 +14,6 @@ from cpu_adam._kernel import ffi, lib
 from cpu_adam.instruction_sets import index_of
 from cpu_adam.thread_count import thread_count
 
-SEGMENT_KEYS = frozenset(("lr", "betas", "eps", "weight_decay", "step", "decoupled"))
 HALF_DTYPES = ("bfloat16", "uint16", "float16")
 ALL_DTYPES = ("float32", *HALF_DTYPES)
 
@@ -77,7 +76,15 @@ def step(
     shapes, sizes or values, shared memory, unknown keys in `segments`, and an `isa` that cannot run. Then
     nothing was touched.
     """
-    settings = _settings(step, lr, betas, eps, weight_decay, decoupled)
+    own: dict[str, Any] = {
+        "step": step,
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "decoupled": decoupled,
+    }
+    settings = _settings(**own)
     scale = float(grad_scale)
     if not math.isfinite(scale):
         raise errors.out_of_range("grad_scale", grad_scale, "finite")
@@ -106,10 +113,8 @@ def step(
         out_pointer, out_format = out.pointer, arrays.FORMATS[out.dtype]
     arrays.require_apart(apart)
 
-    own_settings = ffi.NULL, 0
-    if segments is not None:
-        own_settings = _segments(segments, p.numel, step, lr, betas, eps, weight_decay, decoupled)
-    c_segments, segment_count = own_settings
+    rows = _segments(segments, p.numel, own) if segments else []
+    c_segments = ffi.new("struct adam_segment[]", rows)  # a name of its own: it must live through the call
     call = ffi.new(
         "struct adam_step *",
         (
@@ -125,17 +130,20 @@ def step(
             out_format,
             scale,
             settings,
-            segment_count,
+            len(rows),
             c_segments,
         ),
     )
     lib.adam_update(call, index_of(isa), thread_count(threads, p.numel))
 
 
+Settings = tuple[float, float, float, float, float, int, int]  # in the order of `struct adam_settings`
+
+
 def _settings(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool
-) -> tuple[float, float, float, float, float, int, int]:
-    """Hyperparameters in the order of `struct adam_settings`. Raises ValueError for one out of range."""
+) -> Settings:
+    """Raises ValueError for a hyperparameter out of range."""
     count = operator.index(step)
     if not 1 <= count < 1 << 63:
         raise errors.out_of_range("step", step, "at least 1 (it counts from 1)")
@@ -150,36 +158,21 @@ def _settings(
 
 
 def _segments(
-    segments: Sequence[tuple[int, int, Mapping[str, Any]]],
-    numel: int,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-) -> tuple[Any, int]:
-    """`struct adam_segment[]` in ascending order without empty ones, and how many they are."""
-    defaults = {
-        "step": step,
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "decoupled": decoupled,
-    }
+    segments: Sequence[tuple[int, int, Mapping[str, Any]]], numel: int, defaults: Mapping[str, Any]
+) -> list[tuple[int, int, Settings]]:
+    """Rows of `struct adam_segment`: ascending, none empty. Raises ValueError where they cannot be."""
     rows = []
     for start, stop, own in segments:
         first, last = operator.index(start), operator.index(stop)
         if not 0 <= first <= last <= numel:
             raise errors.out_of_range("a segment", (start, stop), f"within 0 .. {numel}, start before stop")
-        if not own.keys() <= SEGMENT_KEYS:
-            raise errors.unknown_keys((start, stop), own.keys() - SEGMENT_KEYS, SEGMENT_KEYS)
+        if not own.keys() <= defaults.keys():
+            raise errors.unknown_keys((first, last), own.keys() - defaults.keys(), defaults.keys())
         settings = _settings(**{**defaults, **own})
         if first < last:
             rows.append((first, last, settings))
-    rows.sort(key=operator.itemgetter(0))
-    for (start, stop, _), (next_start, next_stop, _) in itertools.pairwise(rows):
+    rows.sort()
+    for (start, stop, _), (next_start, next_stop, _) in pairwise(rows):
         if stop > next_start:
             raise errors.overlapping_segments((start, stop), (next_start, next_stop))
-    return ffi.new("struct adam_segment[]", rows), len(rows)
+    return rows
