@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -30,9 +31,19 @@ def train(out, *arguments):
     return found
 
 
-def process(*arguments, launcher=(), **options):
+def process(*arguments, launcher=()):
     command = [sys.executable, *launcher, "-m", "zinf", "train", *SMALL, *QUICK, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    # For such small models threads cost more than they bring; and the processes here use as many, for equal bits.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def records(out):
@@ -241,8 +252,7 @@ def torchrun(ranks):
 
 
 def test_two_ranks_give_the_losses_of_one_with_the_same_global_batch(six_steps, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = process("--out", tmp_path / "out", "--steps", 6, launcher=torchrun(2), env=environment)
+    running = process("--out", tmp_path / "out", "--steps", 6, launcher=torchrun(2))
     output, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
     assert losses(tmp_path / "out") == pytest.approx(losses(six_steps[0]), rel=1e-5)

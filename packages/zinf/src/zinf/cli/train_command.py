@@ -36,14 +36,14 @@ _FILE = click.Path(path_type=Path)
     type=_DIRECTORY,
     help="Directory on a drive; repeat it for several drives. Without: OUT/nvme.",
 )
-@click.option("--steps", default=150, type=_POSITIVE, help="Optimizer steps in all, those of a resumed run included.")
+@click.option("--steps", default=120, type=_POSITIVE, help="Optimizer steps in all, those of a resumed run included.")
 @click.option("--batch", default=4, type=_POSITIVE, help="Sequences a step, over all ranks and micro-batches together.")
 @click.option("--seq", default=128, type=_POSITIVE, help="Bytes a sequence.")
 @click.option("--lr", default=5e-4, type=click.FloatRange(min=0, min_open=True), help="Learning rate after warm-up.")
 @click.option("--warmup", default=20, type=_NOT_NEGATIVE, help="Steps in which the learning rate rises.")
 @click.option(
     "--decay",
-    default=150,
+    default=120,
     type=_NOT_NEGATIVE,
     help="Step by which it is down to a tenth, along a cosine; 0: it stays.",
 )
