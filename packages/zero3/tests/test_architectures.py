@@ -83,7 +83,9 @@ def on_two_ranks(rank, world, names):
         torch.manual_seed(0)
         with zero3.init():
             model = build(name)
-        halves = [{key: value.chunk(world)[part] for key, value in inputs(name, 2 * world).items()} for part in range(world)]
+        halves = [
+            {key: value.chunk(world)[part] for key, value in inputs(name, 2 * world).items()} for part in range(world)
+        ]
         losses, sums = [], {}
         for part in range(world):
             plain.zero_grad()

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero3_models import Perceptron
-from zero3_testing import DistantStore, assert_same, full_gradients, gradients_of, parts, state_of, train_plain, train_sharded
+from zero3_testing import (
+    DistantStore,
+    assert_same,
+    full_gradients,
+    gradients_of,
+    parts,
+    state_of,
+    train_plain,
+    train_sharded,
+)
 
 import zero3
 
@@ -74,7 +83,7 @@ def refused(rank, world):
         torch.autograd.grad(loss, list(model.parameters()))
     with pytest.raises(zero3.UnsupportedError, match="DistributedDataParallel"):
         DistributedDataParallel(model)
-    with pytest.raises(TypeError, match="model.module"):
+    with pytest.raises(TypeError, match=r"model\.module"):
         zero3.shard(DistributedDataParallel(Perceptron()))
     for optimizer in (torch.optim.Adafactor, torch.optim.LBFGS):
         with pytest.raises(zero3.UnsupportedError, match=optimizer.__name__):

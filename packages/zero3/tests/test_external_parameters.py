@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from zero3_models import Regression, random
-from zero3_testing import DistantStore, adamw, assert_same, full_gradients, gradients_of, plain_gradients, state_of, train_plain, train_sharded
+from zero3_testing import (
+    DistantStore,
+    adamw,
+    assert_same,
+    full_gradients,
+    gradients_of,
+    plain_gradients,
+    state_of,
+    train_plain,
+    train_sharded,
+)
 
 import zero3
 

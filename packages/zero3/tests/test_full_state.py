@@ -204,7 +204,10 @@ def test_each_rank_reads_only_the_rows_of_its_part(start, stop):
 def small_sizes(rank, world):
     """0 dims, 1, 2, 3 and 5 elements and a 7x3 matrix: padding is nowhere, not in values and not in the norm."""
     plain, model = pair(OddSizes, store=DistantStore())
-    opt_plain, opt = adamw(p for p in plain.parameters() if p.requires_grad), adamw(p for p in model.parameters() if p.requires_grad)
+    opt_plain, opt = (
+        adamw(p for p in plain.parameters() if p.requires_grad),
+        adamw(p for p in model.parameters() if p.requires_grad),
+    )
     for step in range(3):
         _, wanted = plain_gradients(plain, plain.data(step, 6), world)
         model.loss(parts(model.data(step, 6), world)[rank]).backward()

@@ -48,14 +48,10 @@ def ranks_change(rank, world):
     plain, model = pair(Perceptron)
     first, second = model.layers[0].weight, model.layers[1].bias
     before = state_of(model)
-    try:
+    with pytest.raises(zero3.UnsupportedError, match=r"layers\.0\.weight.*modify=True"):  # noqa: SIM117, PT012
         with zero3.gathered([first, second]), torch.no_grad():
             if rank == 1:
                 first[2:4] = 5.0
-        raise AssertionError("a change without modify was not refused")
-    except zero3.UnsupportedError as error:
-        assert "layers.0.weight" in str(error)
-        assert "modify=True" in str(error)
     assert_same(state_of(model), before)
     with zero3.gathered([first, second, first, torch.zeros(3)], modify=True), torch.no_grad():
         first[2:4] = 5.0 + rank
@@ -84,7 +80,7 @@ def test_a_change_without_modify_is_an_error_and_dropped():
 def test_an_exception_inside_drops_the_changes():
     _, model = pair(Perceptron, store=DistantStore())
     before = state_of(model)
-    with pytest.raises(ValueError, match="stop"), zero3.gathered(model, modify=True), torch.no_grad():
+    with pytest.raises(ValueError, match="stop"), zero3.gathered(model, modify=True), torch.no_grad():  # noqa: PT012
         model.layers[1].weight.add_(1)
         raise ValueError("stop")
     assert_same(state_of(model), before)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 from zero3_models import MODELS, Perceptron, SmallGPT
-from zero3_testing import DistantStore, assert_same, at_rest, full_gradients, plain_gradients, train_plain, train_sharded
+from zero3_testing import (
+    DistantStore,
+    assert_same,
+    at_rest,
+    full_gradients,
+    plain_gradients,
+    train_plain,
+    train_sharded,
+)
 
 import zero3
 from zero3.buffer_pool import BufferPool
@@ -212,7 +220,9 @@ def test_parameters_to_vector_and_other_readers_of_all_parameters():
     zero3.shard(model, store=DistantStore())
     assert torch.equal(parameters_to_vector(model.parameters()), parameters_to_vector(plain.parameters()))
     norms = [torch.linalg.vector_norm(p) for p in plain.parameters()]
-    assert all(torch.equal(torch.linalg.vector_norm(p), norm) for p, norm in zip(model.parameters(), norms, strict=True))
+    assert all(
+        torch.equal(torch.linalg.vector_norm(p), norm) for p, norm in zip(model.parameters(), norms, strict=True)
+    )
 
 
 def test_a_penalty_on_all_parameters_is_differentiated():

@@ -89,7 +89,7 @@ def test_nested_contexts_and_shard_inside_partition_once():
 
 def test_constructors_are_restored_after_an_exception():
     linear = nn.Linear.__init__
-    with pytest.raises(ValueError, match="stop"), zero3.init():
+    with pytest.raises(ValueError, match="stop"), zero3.init():  # noqa: PT012
         Perceptron()
         raise ValueError("stop")
     assert nn.Linear.__init__ is linear

@@ -244,6 +244,7 @@ def test_the_graph_dies_with_its_loss():
     _, model = pair(Perceptron)
     gc.disable()
     try:
+
         def hook(*_):
             """Held by a node of the graph, so it lives as long as the graph."""
 
@@ -293,7 +294,7 @@ def test_so_it_is_whatever_changed_them(change):
     else:
         with torch.no_grad():
             model.layers[2].weight.mul_(2)
-    with pytest.raises((zero3.StaleViewError, RuntimeError), match="layers|inplace"):
+    with pytest.raises((zero3.StaleViewError, RuntimeError), match=r"layers|inplace"):
         early.backward()
 
 

@@ -28,7 +28,14 @@ def test_a_submodule_that_fits_is_one_group_and_a_bigger_one_is_split_at_its_chi
     model = nn.Sequential(Block(16), Block(16))
     block_bytes = sum(p.numel() for p in model[0].parameters()) * 4
     assert list(names_by_group(model, block_bytes)) == ["0", "1"]
-    assert list(names_by_group(model, block_bytes - 1)) == ["0.norm", "0.attention", "0.mlp", "1.norm", "1.attention", "1.mlp"]
+    assert list(names_by_group(model, block_bytes - 1)) == [
+        "0.norm",
+        "0.attention",
+        "0.mlp",
+        "1.norm",
+        "1.attention",
+        "1.mlp",
+    ]
     assert list(names_by_group(model, 10 * block_bytes)) == ["(root)"]
 
 
@@ -102,7 +109,15 @@ def test_as_unit_wins_over_another_path_to_the_same_modules_and_over_a_bigger_un
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [(17, 17), ("17", 17), ("17 B", 17), ("512KiB", 512 << 10), ("1.5MiB", 3 << 19), ("8GiB", 8 << 30), ("1tib", 1 << 40)],
+    [
+        (17, 17),
+        ("17", 17),
+        ("17 B", 17),
+        ("512KiB", 512 << 10),
+        ("1.5MiB", 3 << 19),
+        ("8GiB", 8 << 30),
+        ("1tib", 1 << 40),
+    ],
 )
 def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes

@@ -38,7 +38,13 @@ def spectrogram(size):
     return {"input_features": _numbers(size, 8, 32), "decoder_input_ids": _tokens(size, 6)}
 
 
-_SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 _TEXT = {**_SIZES, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_TEXT, "num_key_value_heads": 1}
 _HEADS = {**_GROUPED, "head_dim": 8}
@@ -86,13 +92,16 @@ ARCHITECTURES = {
     "ViTForImageClassification": (_IMAGE, image),
     "DeiTForImageClassification": (_IMAGE, image),
     "BeitForImageClassification": (_IMAGE, image),
-    "ConvNextForImageClassification": ({"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32}, image),
+    "ConvNextForImageClassification": (
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32}, image),
     "ResNetForImageClassification": (
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, image),
     "SwinForImageClassification": (
-        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}, image),
+        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+        image),
     "CLIPModel": (
-        {"text_config": _TEXT | {"projection_dim": 8}, "vision_config": _IMAGE | {"projection_dim": 8}, "projection_dim": 8},
+        {"text_config": _TEXT | {"projection_dim": 8}, "vision_config": _IMAGE | {"projection_dim": 8},
+         "projection_dim": 8},
         image_and_text),
     "WhisperForConditionalGeneration": (
         {**_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32,
@@ -101,7 +110,8 @@ ARCHITECTURES = {
     "HubertModel": (_SOUND, sound),
     "MambaForCausalLM": ({"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, text),
     "RwkvForCausalLM": (
-        {"vocab_size": 64, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "context_length": 32},
+        {"vocab_size": 64, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2,
+         "context_length": 32},
         text),
     "XLNetLMHeadModel": ({"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, text),
 }  # fmt: skip

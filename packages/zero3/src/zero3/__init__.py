@@ -77,4 +77,3 @@ def full_shape(param: _torch.Tensor) -> _torch.Size:
 def missing_grads(model: _nn.Module) -> list[str]:
     """Names of trainable parameters that got no gradient, on any rank, in the last backward. Collective."""
     return _model_of(model).gradients.missing_names()
-

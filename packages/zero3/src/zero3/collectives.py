@@ -34,7 +34,8 @@ class Ranks:
             raise ValueError(f"timeout={timeout!r} is not a positive number of seconds")
         self.timeout = timeout
         if group is None and not (dist.is_available() and dist.is_initialized()):
-            self.group, self.rank, self.size, self.backend = None, 0, 1, ""
+            self.group: Any = None
+            self.rank, self.size, self.backend = 0, 1, ""
             return
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
@@ -110,7 +111,9 @@ def all_gather(ranks: Ranks, flat: Tensor, own: Tensor, tag: int, what: str) -> 
     return wait
 
 
-def reduce_scatter(ranks: Ranks, flat: Tensor, scratch: Callable[[int], Tensor], tag: int, what: str) -> Callable[[], Tensor]:
+def reduce_scatter(
+    ranks: Ranks, flat: Tensor, scratch: Callable[[int], Tensor], tag: int, what: str
+) -> Callable[[], Tensor]:
     """Mean over the ranks of this rank's slice of `flat` (size · n,).
 
     `scratch(numel)` gives a flat tensor of the dtype of `flat` for what arrives. Returns a wait that yields the
@@ -124,7 +127,12 @@ def reduce_scatter(ranks: Ranks, flat: Tensor, scratch: Callable[[int], Tensor],
     if not ranks.point_to_point:
         received = scratch(flat.numel()).view(size, -1)
         exchange = dist.all_to_all_single(received.view(-1), flat, group=ranks.group, async_op=True)
-        return lambda: (ranks.wait(exchange, what), _mean(list(received)))[1]
+
+        def wait_for_all() -> Tensor:
+            ranks.wait(exchange, what)
+            return _mean(list(received))
+
+        return wait_for_all
     received = scratch(slices[0].numel() * (size - 1)).view(size - 1, -1)
     tag = 2 * tag + _REDUCE
     parts: list[Tensor] = [slices[rank]] * size

@@ -90,7 +90,7 @@ class FullState(Mapping):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         if parameter_forms.is_partitioned(entry):
-            return full_tensor(entry._zero3)
+            return full_tensor(parameter_forms.slot_of(entry))
         return entry.detach().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -188,7 +188,7 @@ def load_from(model: nn.Module, source: Source, strict: bool):
         if name not in available:
             continue
         if parameter_forms.is_partitioned(entry):
-            _load_slot(entry._zero3, source, name)
+            _load_slot(parameter_forms.slot_of(entry), source, name)
         else:
             with torch.no_grad():
                 entry.copy_(source.flat_part(name, 0, entry.numel()).view(entry.shape))
@@ -251,8 +251,10 @@ class _PlainStateDict:
         if self._state() is not state:
             self._state, self._full = weakref.ref(state), weakref.WeakValueDictionary()
         for name, param in module._parameters.items():
-            if prefix + name in state and parameter_forms.is_partitioned(param) and not param._zero3.unit.plain:
-                state[prefix + name] = self._full_tensor(param._zero3)
+            if prefix + name in state and parameter_forms.is_partitioned(param):
+                slot = parameter_forms.slot_of(param)
+                if not slot.unit.plain:
+                    state[prefix + name] = self._full_tensor(slot)
 
     def _full_tensor(self, slot: ParamSlot) -> Tensor:
         """One tensor for all names of a tied parameter, as torch gives."""

@@ -58,25 +58,25 @@ def _slots(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Param
         params = [model_or_params]
     else:
         params = list(model_or_params)
-    partitioned = dict.fromkeys(p for p in params if parameter_forms.is_partitioned(p))
-    return [p._zero3 for p in partitioned if not p._zero3.unit.plain]
+    slots = dict.fromkeys(parameter_forms.slot_of(p) for p in params if parameter_forms.is_partitioned(p))
+    return [slot for slot in slots if not slot.unit.plain]
 
 
 def _snapshot(unit: Unit) -> Tensor | None:
     """Memory that is the shard itself cannot be dropped after an unwanted change: keep a copy."""
-    return unit.flat.clone() if unit.permanent else None  # type: ignore[union-attr]
+    return unit.flat.clone() if unit.permanent else None
 
 
 def _restore(unit: Unit, before: Tensor | None) -> None:
-    if before is not None and not torch.equal(unit.flat, before):  # type: ignore[arg-type]
-        unit.flat.copy_(before)  # type: ignore[union-attr]
+    if before is not None and not torch.equal(unit.flat, before):
+        unit.flat.copy_(before)
 
 
 def _keep(slots: list[ParamSlot]) -> None:
     """Rank 0's values become everybody's. All of them: a change through a raw handle shows nowhere."""
     for slot in slots:
         unit = slot.unit
-        unit.model.ranks.broadcast(slot.view_of(unit.flat), f"rank 0's values of {slot.name}")  # type: ignore[arg-type]
+        unit.model.ranks.broadcast(slot.view_of(unit.flat), f"rank 0's values of {slot.name}")
         unit.model.write_back(slot)
         slot.changes += 1
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import collectives, unit_state
 from .errors import UnsupportedError
 from .own_hook import OwnHook
-from .parameter_forms import ShardGradient, raw_grad, set_raw_grad, without_noticing
+from .parameter_forms import ShardGradient, take_raw_grad, without_noticing
 from .unit_state import GradState, move_grad
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .unit import ParamSlot, Unit
 
 log = logging.getLogger(__name__)
+
 
 class _Reduction:
     """A unit's reduce-scatter on its way: the wait, and the memory that it uses until then."""
@@ -73,8 +74,7 @@ class Gradients:
 
     def _arrived(self, slot: ParamSlot, _param: Tensor) -> None:
         """Autograd has finished this parameter's gradient of the running backward."""
-        grad = raw_grad(slot.param)
-        set_raw_grad(slot.param, None)
+        grad = take_raw_grad(slot.param)
         if grad is None:
             return
         if grad.layout is not torch.strided:
@@ -131,12 +131,11 @@ class Gradients:
 
     def _fill(self, unit: Unit, flat: Tensor) -> list[int]:
         """The unit's fresh gradients into `flat` (padded_numel,); nothing where there is none."""
+        unit.clear_gaps(flat)
         slots = sorted(unit.fresh_grads)
-        for start, stop in unit.gaps(unit.padded_numel):
-            flat[start:stop].zero_()
         for slot in unit.slots:
             if slot.index not in unit.fresh_grads:
-                flat[slot.offset : slot.offset + slot.numel].zero_()
+                slot.view_of(flat).zero_()
         if slots:
             views = [unit.slots[i].view_of(flat) for i in slots]
             torch._foreach_copy_(views, [unit.fresh_grads[i] for i in slots])
@@ -309,7 +308,7 @@ class Gradients:
             if stored is None:
                 return None
             part = slot.piece_of(stored).as_subclass(ShardGradient)
-            part._zero3 = slot
+            part._zero3 = slot  # type: ignore[attr-defined]
             return part
         if slot.index in unit.unsynced_slots:
             return slot.view_of(unit.unsynced)  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from .errors import UnsupportedError
 from .unit import ParamSlot
 
 _base = torch._C.TensorBase
-_data_slot = _base.data
-_grad_slot = _base.grad
+_data_slot: Any = _base.data
+_grad_slot: Any = _base.grad
 without_noticing = torch._C.DisableTorchFunctionSubclass
 
 
@@ -49,6 +49,14 @@ def raw_grad(param: Tensor) -> Tensor | None:
 def set_raw_grad(param: Tensor, value: Tensor | None) -> None:
     with without_noticing():
         _grad_slot.__set__(param, value)
+
+
+def take_raw_grad(param: Tensor) -> Tensor | None:
+    """The gradient that autograd has left in its slot, which is empty afterwards."""
+    with without_noticing():
+        grad = _grad_slot.__get__(param)
+        _grad_slot.__set__(param, None)
+    return grad
 
 
 class ShardGradient(Tensor):
@@ -157,7 +165,7 @@ def _overwritten(param: Tensor, values: Any, *_: Any, **__: Any) -> bool:
     """`released.copy_(values)`: as torch loads a state. No gather, and the shard takes more than gathered precision."""
     if type(param) is not Released or not isinstance(values, Tensor) or isinstance(values, _Partitioned):
         return False
-    slot: ParamSlot = param._zero3  # type: ignore[attr-defined]
+    slot: ParamSlot = param._zero3
     if values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
         return False
     flat = values.detach().reshape(-1)
@@ -212,8 +220,8 @@ def release(slot: ParamSlot) -> None:
 def gather(slot: ParamSlot, view: Tensor) -> None:
     """Make the parameter `view` (its full shape, the unit's dtype)."""
     param = slot.param
-    set_raw_data(param, view)
-    _adopt_class(param, Gathered)
+    param.__class__ = Gathered  # first: this class may be given data without anybody noticing
+    _data_slot.__set__(param, view)
     slot.version = param._version
 
 
@@ -262,7 +270,7 @@ def _refuse_hook(slot: ParamSlot) -> None:
 
 def adopt(slot: ParamSlot) -> None:
     """Tie a parameter to its slot, and release it."""
-    if slot.param._post_accumulate_grad_hooks and not is_partitioned(slot.param):  # type: ignore[attr-defined]
+    if slot.param._post_accumulate_grad_hooks and not is_partitioned(slot.param):
         _refuse_hook(slot)
     slot.param._zero3 = slot
     set_raw_grad(slot.param, None)
@@ -290,6 +298,10 @@ def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
+def _setters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__set__ for name in names]
+
+
 # What tells about a tensor without reading its values. Strides are missing on purpose: the placeholder's are 0.
 _METADATA = frozenset(
     [
@@ -299,7 +311,7 @@ _METADATA = frozenset(
             "is_quantized", "is_mkldnn", "is_vulkan", "is_ipu", "is_mtia", "is_maia", "itemsize", "nbytes",
             "retains_grad", "output_nr", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
         ),
-        Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__,
+        *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.element_size,
         Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference,
         torch.is_floating_point, torch.is_complex, torch.is_inference, torch.numel,

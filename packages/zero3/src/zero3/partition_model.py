@@ -102,7 +102,8 @@ def model_of(module: nn.Module) -> PartitionedModel:
     """The machinery of a partitioned module. TypeError when it is not partitioned."""
     model = getattr(module, _MODEL, None)
     if model is None:
-        raise TypeError(f"{type(module).__name__} is not partitioned: call zero3.shard() or build it under zero3.init()")
+        name = type(module).__name__
+        raise TypeError(f"{name} is not partitioned: call zero3.shard() or build it under zero3.init()")
     return model
 
 
@@ -137,7 +138,7 @@ def partition(
 
 def _take_over(model: PartitionedModel, one: Group) -> Unit:
     """Make a unit of `one`. Its parameters may be plain, or slots of other units; those end here."""
-    old_slots = {param: param._zero3 for param, _ in one.params if parameter_forms.is_partitioned(param)}
+    old_slots = {p: parameter_forms.slot_of(p) for p, _ in one.params if parameter_forms.is_partitioned(p)}
     unit = model.add_unit(one.name, one.params)
     model.fill(unit, _values(unit, old_slots))
     return unit
@@ -161,7 +162,7 @@ def _values(unit: Unit, old_slots: dict[Tensor, ParamSlot]) -> Iterator[tuple[Pa
 def _retire(unit: Unit) -> None:
     """An old unit whose parameters have all moved on gives its room back."""
     unit.model.gradients.unwatch(unit)
-    if unit in unit.model.units and all(slot.param._zero3 is not slot for slot in unit.slots):
+    if unit in unit.model.units and all(parameter_forms.slot_of(slot.param) is not slot for slot in unit.slots):
         unit.model.units.remove(unit)
         unit.model.store.forget(unit)
 
@@ -179,7 +180,8 @@ def _refuse_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> 
     """A wrapper that handles gradients by itself would see placeholders."""
     if isinstance(wrapper, _WRAPPERS) and getattr(module, _MODEL, None) is not None:
         raise UnsupportedError(
-            f"the model is partitioned by zero3, which does what {type(wrapper).__name__} does: use it without a wrapper"
+            f"the model is partitioned by zero3, which does what {type(wrapper).__name__} does: use it "
+            "without a wrapper"
         )
 
 

@@ -114,7 +114,10 @@ _active: _Construction | None = None
 
 @contextmanager
 def constructing(
-    ranks: Ranks, settings: Settings, make_store: Callable[[torch.device], ShardStore], made: Callable[[nn.Module], None]
+    ranks: Ranks,
+    settings: Settings,
+    make_store: Callable[[torch.device], ShardStore],
+    made: Callable[[nn.Module], None],
 ) -> Iterator[None]:
     """Wrap the constructors; hand each finished outermost module to `made` when the block has ended well."""
     global _active
@@ -155,8 +158,8 @@ def _wrapped_constructors(construction: _Construction) -> Iterator[None]:
     parameter_new = nn.Parameter.__new__
     for cls in _all_subclasses(nn.Module):
         wrap(cls)
-    nn.Module.__init_subclass__ = classmethod(later_subclass)  # type: ignore[assignment]
-    nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[assignment]
+    nn.Module.__init_subclass__ = classmethod(later_subclass)  # type: ignore[assignment, method-assign]
+    nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -164,7 +167,7 @@ def _wrapped_constructors(construction: _Construction) -> Iterator[None]:
             cls.__init__ = original  # type: ignore[misc]
         nn.Parameter.__new__ = parameter_new  # type: ignore[method-assign]
         if own is not None:
-            nn.Module.__init_subclass__ = own  # type: ignore[assignment]
+            nn.Module.__init_subclass__ = own  # type: ignore[method-assign]
         else:
             del nn.Module.__init_subclass__
 
@@ -184,7 +187,8 @@ def _wrap(original: Callable, construction: _Construction) -> Callable:
 
 
 def _all_subclasses(cls: type) -> set[type]:
-    found, waiting = set(), [cls]
+    found: set[type] = set()
+    waiting: list[type] = [cls]
     while waiting:
         for child in waiting.pop().__subclasses__():
             if child not in found:
@@ -212,7 +216,7 @@ def materialise_from_meta(
                 "values. Build it on a real device under zero3.init(), or load a state into it first."
             )
         child.to_empty(device=device, recurse=False)
-        child.reset_parameters()
+        child.reset_parameters()  # type: ignore[operator]
         construction.partition_fresh(child)
     for model in construction._models.values():
         model.border()

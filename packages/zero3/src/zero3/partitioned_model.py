@@ -83,7 +83,8 @@ class PartitionedModel:
         self._unit_count = 0
         self.pool = store.pool
         self.gradients = Gradients(self, settings.reduce_dtype)
-        self.pieces: dict[ParamSlot, bool] = {}  # handed to an optimizer's step that runs, or that raised; with a gradient?
+        # Handed to an optimizer's step that runs, or that raised, and whether with a gradient.
+        self.pieces: dict[ParamSlot, bool] = {}
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
         self.depth = 0  # how many hooked modules run now, one inside the other
@@ -111,8 +112,8 @@ class PartitionedModel:
 
     def dtypes_of(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the shard, dtype when gathered) of a parameter, which may be partitioned already."""
-        partitioned = parameter_forms.is_partitioned(param) and not param._zero3.unit.plain
-        master = param._zero3.unit.master_dtype if partitioned else param.dtype
+        unit = parameter_forms.slot_of(param).unit if parameter_forms.is_partitioned(param) else None
+        master = param.dtype if unit is None or unit.plain else unit.master_dtype
         wanted = self.settings.dtype
         return master, wanted if wanted is not None and master.is_floating_point else master
 

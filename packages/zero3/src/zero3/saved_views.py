@@ -38,7 +38,7 @@ class SavedView:
 
     def __init__(self, unit: Unit, view: Tensor):
         self.unit = unit
-        self.offset = view.storage_offset() - unit.flat.storage_offset()  # type: ignore[union-attr]
+        self.offset = view.storage_offset() - unit.flat.storage_offset()
         self.size = view.shape
         self.stride = view.stride()
         self.slot = unit.slot_at(self.offset)
@@ -60,7 +60,7 @@ class SavedView:
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
         unit.model.needed_by_backward(unit)
-        flat: Tensor = unit.flat  # type: ignore[assignment]
+        flat: Tensor = unit.flat
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
 
 
+# Up to this size one pass over a whole buffer costs less than several calls for its gaps.
+_CHEAP_TO_CLEAR_NBYTES = 1 << 20
+
+
 class ParamSlot:
     """A parameter's place in its unit.
 
@@ -28,17 +32,18 @@ class ParamSlot:
     """
 
     __slots__ = (
-        "_accumulator", "changes", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
+        "_accumulator", "_strides", "changes", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
         "shape", "start", "stop", "touched", "unit", "version",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, param: Tensor, names: Sequence[str], offset: int):
         self.unit = unit
         self.index = index
-        self.param = param
+        self.param: Any = param  # a Tensor of changing class
         self.names = tuple(names)
         self.shape = param.shape
         self.numel = param.numel()
+        self._strides = torch.empty(self.shape, device="meta").stride()
         self.offset = offset
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
         self.placeholder = _placeholder(unit.dtype, unit.device).expand(self.shape)
@@ -77,7 +82,7 @@ class ParamSlot:
 
     def view_of(self, flat: Tensor) -> Tensor:
         """View of the whole parameter in `flat` (padded_numel,)."""
-        return flat[self.offset : self.offset + self.numel].view(self.shape)
+        return flat.as_strided(self.shape, self._strides, flat.storage_offset() + self.offset)
 
 
 class Unit:
@@ -120,8 +125,9 @@ class Unit:
             for i, ((param, names), offset) in enumerate(zip(params, self._offsets, strict=True))
         ]
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
+        self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
-        self.flat: Tensor | None = None
+        self.flat: Any = None  # a Tensor while gathered
         self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
@@ -165,15 +171,19 @@ class Unit:
         start, stop = self.partition.bounds(self.rank)
         return flat[start:stop]
 
-    def gaps(self, numel: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the stretches of [0, numel) of the flat buffer that belong to no parameter."""
-        end = 0
-        for slot in self.slots:
-            if slot.offset > end:
-                yield end, slot.offset
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Zero what belongs to no parameter in `flat` (padded_numel,)."""
+        if len(self._gaps) > 1 and flat.nbytes <= _CHEAP_TO_CLEAR_NBYTES:
+            flat.zero_()
+            return
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
+
+    def _find_gaps(self) -> Iterator[tuple[int, int]]:
+        for offset, slot in zip([*self._offsets[1:], self.padded_numel], self.slots, strict=True):
             end = slot.offset + slot.numel
-        if end < numel:
-            yield end, numel
+            if offset > end:
+                yield end, offset
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
