@@ -65,6 +65,7 @@ def test_expanded_and_transposed_are_not_contiguous():
     refused(ValueError, "grad is not contiguous", [square[0], square[1].t(), *square[2:]])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_and_other_devices():
     arrays = arguments()
     refused(ValueError, "grad is sparse", [arrays[0], arrays[1].to_sparse(), *arrays[2:]])

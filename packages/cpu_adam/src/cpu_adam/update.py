@@ -162,15 +162,17 @@ def _segments(
 ) -> list[tuple[int, int, Settings]]:
     """Rows of `struct adam_segment`: ascending, none empty. Raises ValueError where they cannot be."""
     rows = []
+    checked: tuple[Mapping[str, Any], Settings] | None = None  # neighbours often have the same
     for start, stop, own in segments:
         first, last = operator.index(start), operator.index(stop)
         if not 0 <= first <= last <= numel:
             raise errors.out_of_range("a segment", (start, stop), f"within 0 .. {numel}, start before stop")
-        if not own.keys() <= defaults.keys():
-            raise errors.unknown_keys((first, last), own.keys() - defaults.keys(), defaults.keys())
-        settings = _settings(**{**defaults, **own})
+        if checked is None or own != checked[0]:
+            if not own.keys() <= defaults.keys():
+                raise errors.unknown_keys((first, last), own.keys() - defaults.keys(), defaults.keys())
+            checked = own, _settings(**{**defaults, **own})
         if first < last:
-            rows.append((first, last, settings))
+            rows.append((first, last, checked[1]))
     rows.sort()
     for (start, stop, _), (next_start, next_stop, _) in pairwise(rows):
         if stop > next_start:
