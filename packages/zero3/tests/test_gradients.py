@@ -442,6 +442,24 @@ def test_training_goes_on_after_an_exception(where):
     assert_same(state_of(model), state_of(plain))
 
 
+def test_an_exception_in_the_middle_of_a_units_backward():
+    class Model(Raises):
+        def __init__(self):
+            super().__init__()
+            zero3.as_unit(self)
+
+    plain, model = pair(Model, store=DistantStore())
+    model.where = "backward"
+    with pytest.raises(ValueError, match="in backward"):
+        model.loss(model.data(7)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert at_rest(model)
+    model.where = None
+    for one in (plain, model):
+        one.loss(one.data(0)).backward()
+    assert_same(full_gradients(model), gradients_of(plain))
+
+
 def half_done(rank, world):
     """Both ranks fail in backward, at the same place; then they go on."""
     plain, model = pair(Raises)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from zero3 import StateError
-from zero3.unit_state import GradState, ParamState, abort, move_grad, move_param
+from zero3.unit_state import GradState, ParamState, forget_fresh, move_grad, move_param
 
 PARAM_CYCLE = ["SHARDED", "READING", "STAGED", "GATHERING", "READY", "SHARDED"]
 GRAD_CYCLE = ["NONE", "ACCUMULATING", "REDUCING", "REDUCED", "ACCUMULATING", "REDUCING", "REDUCED", "COMMITTED", "NONE"]
@@ -54,8 +54,10 @@ def test_a_gradient_moves_only_along_its_cycle_or_back_to_none(start, target):
             move_grad(one, target)
 
 
-@pytest.mark.parametrize(("state", "grad_state"), list(product(ParamState, GradState)))
-def test_abort_leads_to_rest_from_anywhere(state, grad_state):
-    one = unit(state, grad_state)
-    abort(one)
-    assert (one.state, one.grad_state) == (ParamState.SHARDED, GradState.NONE)
+@pytest.mark.parametrize("grad_state", GradState)
+def test_an_aborted_backward_leaves_what_earlier_ones_left(grad_state):
+    one = unit(grad_state=grad_state)
+    forget_fresh(one, reduced=True)
+    assert one.grad_state is GradState.REDUCED
+    forget_fresh(one, reduced=False)
+    assert one.grad_state is GradState.NONE

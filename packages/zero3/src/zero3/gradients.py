@@ -243,6 +243,7 @@ class Gradients:
             return
         self._unsettled = False
         self._drop_broken()
+        self._model.abort()
         arrivals, self._arrivals = self._arrivals, set()
         if self._sync:
             arrivals = self._agree(arrivals)

@@ -35,11 +35,6 @@ def raw_data(param: Tensor) -> Tensor:
         return _data_slot.__get__(param)
 
 
-def set_raw_data(param: Tensor, value: Tensor) -> None:
-    with without_noticing():
-        _data_slot.__set__(param, value)
-
-
 def raw_grad(param: Tensor) -> Tensor | None:
     """The gradient slot that autograd itself writes. Reading it must not count as an access."""
     with without_noticing():
@@ -247,17 +242,6 @@ def withdraw_piece(slot: ParamSlot) -> None:
     if slot.unit.dtype != slot.unit.master_dtype:
         slot.forget_accumulator()  # torch has dropped the node when the dtype changed
     release(slot)
-
-
-def become_plain(slot: ParamSlot, value: Tensor) -> None:
-    """Make the parameter an ordinary one again, with `value`."""
-    param = slot.param
-    slot.forget_accumulator()
-    _adopt_class(param, torch.nn.Parameter)
-    _grad_slot.__set__(param, None)
-    _data_slot.__set__(param, value)
-    if getattr(param, "_zero3", None) is slot:
-        del param._zero3
 
 
 def _refuse_hook(slot: ParamSlot) -> None:

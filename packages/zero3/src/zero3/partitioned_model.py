@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import collectives, optimizer_pieces, parameter_forms, unit_state
+from . import collectives, optimizer_pieces, parameter_forms
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .gradients import Gradients
@@ -392,15 +392,14 @@ class PartitionedModel:
                 parameter_forms.gather(slot, slot.view_of(unit.flat))
 
     def abort(self) -> None:
-        """The way back after an exception in mid-step: every unit SHARDED, no gradient of this step."""
+        """If an exception has ended a backward: what it had gathered goes, what is in flight comes to rest."""
+        if not self._in_backward:  # the end of a backward empties this
+            return
         self.scheduler.abort()
-        self.depth = 0
-        for unit in self.units:
-            unit.holds = 0
-            self.release(unit, force=True)
-            unit.awaited.clear()
-            unit.fresh_grads.clear()
-            unit_state.abort(unit)
+        for unit in list(self._in_backward):
+            if not unit.holds:
+                del self._in_backward[unit]
+                self.scheduler.done_with(unit, "backward")
 
     def unhook(self) -> None:
         """No event of the module reaches this model any more."""

@@ -11,7 +11,7 @@ A state says what memory the unit holds:
     GATHERING  the other ranks' slices are on their way
     READY      the parameters are views of the flat buffer
 
-On abort any state goes to SHARDED / NONE.
+After an exception any state of the parameters goes to SHARDED, and the gradient to what earlier backwards left.
 """
 
 from __future__ import annotations
@@ -79,9 +79,3 @@ def move_grad(unit, target: GradState) -> None:
 def forget_fresh(unit, reduced: bool) -> None:
     """A backward was aborted: the gradient is what earlier ones left, reduced or nothing."""
     unit.grad_state = GradState.REDUCED if reduced else GradState.NONE
-
-
-def abort(unit) -> None:
-    """The way back after an exception in mid-step."""
-    unit.state = ParamState.SHARDED
-    unit.grad_state = GradState.NONE
