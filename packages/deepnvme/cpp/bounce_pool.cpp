@@ -1,8 +1,10 @@
 #include "bounce_pool.hpp"
 
+#include "io_error.hpp"
+
 namespace deepnvme {
 
-std::byte* BouncePool::take() {
+std::byte* BouncePool::take() try {
   if (!memory_.data()) {
     memory_ = AlignedMemory(slots_ * slot_nbytes_);
     // Handed out last in, first out: few requests at a time keep to few, warm pages.
@@ -12,6 +14,8 @@ std::byte* BouncePool::take() {
   std::byte* slot = free_.back();
   free_.pop_back();
   return slot;
+} catch (const SystemError&) {
+  return nullptr;
 }
 
 void BouncePool::give_back(std::byte* slot) { free_.push_back(slot); }

@@ -12,7 +12,8 @@ class BouncePool {
  public:
   BouncePool(size_t slots, size_t slot_nbytes) : slots_(slots), slot_nbytes_(slot_nbytes) {}
 
-  // A free slot, or nullptr. Memory is taken at the first call: an engine that never bounces has none.
+  // A free slot; nullptr when there is none, or no memory for them. Memory is taken at the first call: an engine that
+  // never bounces has none.
   std::byte* take();
   void give_back(std::byte* slot);
   bool has_free() const { return !memory_.data() || !free_.empty(); }

@@ -3,10 +3,12 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "backend.hpp"
 #include "blocking_io.hpp"
+#include "io_error.hpp"
 
 namespace deepnvme {
 namespace {
@@ -14,17 +16,15 @@ namespace {
 class ThreadBackend : public Backend {
  public:
   ThreadBackend(unsigned depth, unsigned threads) : depth_(depth) {
-    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (const std::system_error& e) {
+      stop();  // those that were started
+      throw SystemError(e.code().value(), "cannot start a thread");
+    }
   }
 
-  ~ThreadBackend() override {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    work_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~ThreadBackend() override { stop(); }
 
   bool queue(const Submission& submission) override {
     if (queued_.size() >= depth_) return false;
@@ -64,6 +64,16 @@ class ThreadBackend : public Backend {
   }
 
  private:
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
   void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {

@@ -1,10 +1,13 @@
 #include "worker.hpp"
 
 #include <cerrno>
+#include <system_error>
 #include <utility>
 
 #include "block_copy.hpp"
+#include "blocking_io.hpp"
 #include "crc32c.hpp"
+#include "io_error.hpp"
 
 namespace deepnvme {
 namespace {
@@ -23,7 +26,11 @@ Worker::Worker(Engine& engine, std::unique_ptr<Backend> backend)
       // direct read may wait for its checksum while its successor is with the drive.
       operations_(2 * engine.settings().depth + engine.settings().slots) {
   for (uint32_t token = static_cast<uint32_t>(operations_.size()); token-- > 0;) free_.push_back(token);
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& e) {
+    throw SystemError(e.code().value(), "cannot start a thread");
+  }
 }
 
 Worker::~Worker() {
@@ -77,15 +84,15 @@ void Worker::refill() {
     auto cut = engine_.next_piece(
         [this](Direction direction, const Piece& piece) { return can_start_now(direction, piece); });
     if (!cut) return;
-    const uint32_t token = new_operation(std::move(*cut));
-    if (!start(token)) {
-      to_start_.push_back(token);
+    const auto token = new_operation(std::move(*cut));
+    if (token && !start(*token)) {
+      to_start_.push_back(*token);
       return;
     }
   }
 }
 
-uint32_t Worker::new_operation(Engine::Cut cut) {
+std::optional<uint32_t> Worker::new_operation(Engine::Cut cut) {
   const uint32_t token = free_.back();
   free_.pop_back();
   Operation& operation = operations_[token];
@@ -94,23 +101,33 @@ uint32_t Worker::new_operation(Engine::Cut cut) {
   operation.file = cut.request->file;
   operation.request = std::move(cut.request);
   operation.piece = cut.piece;
-  if (cut.piece.route == Route::bounced) operation.slot = slots_.take();
+  if (cut.piece.route == Route::bounced) {
+    operation.slot = slots_.take();
+    if (!operation.slot) {
+      abandon(token, ENOMEM, "there is no memory for bounce buffers; an aligned array needs none");
+      return std::nullopt;
+    }
+  }
   operation.to_sum = operation.request->checksum && operation.request->transfer.direction == Direction::write;
   if (operation.to_sum && !operation.slot) to_sum_.push_back(token);  // a bounced one is summed up as it is copied
   return token;
 }
 
-bool Worker::start(uint32_t token) {
-  Operation& operation = operations_[token];
+Submission Worker::submission_of(uint32_t token) const {
+  const Operation& operation = operations_[token];
   const Piece& piece = operation.piece;
   std::byte* address = operation.slot ? operation.slot : memory_of(operation);
-  const Submission submission{operation.request->transfer.direction,
-                              operation.file->fd(piece.member, piece.route),
-                              address + operation.moved,
-                              piece.nbytes - operation.moved,
-                              piece.file_offset + operation.moved,
-                              token};
-  if (!backend_->queue(submission)) return false;
+  return {operation.request->transfer.direction,
+          operation.file->fd(piece.member, piece.route),
+          address + operation.moved,
+          piece.nbytes - operation.moved,
+          piece.file_offset + operation.moved,
+          token};
+}
+
+bool Worker::start(uint32_t token) {
+  if (!backend_->queue(submission_of(token))) return false;
+  Operation& operation = operations_[token];
   operation.started = std::chrono::steady_clock::now();
   ++with_backend_;
   if (operation.slot) ++bounced_in_flight_;
@@ -129,11 +146,14 @@ void Worker::settle(const Outcome& outcome, std::chrono::steady_clock::time_poin
     to_start_.push_back(outcome.token);
     return;
   }
-  if (outcome.result < 0) {
-    abandon(outcome.token, static_cast<int>(-outcome.result), "");
+  // We cancel nothing; the kernel does, when I/O through the page cache needs a helper thread of io_uring and the
+  // process may not have one more (RLIMIT_NPROC).
+  const int64_t result = outcome.result == -ECANCELED ? move_blocking(submission_of(outcome.token)) : outcome.result;
+  if (result < 0) {
+    abandon(outcome.token, static_cast<int>(-result), "");
     return;
   }
-  const size_t moved = operation.moved + static_cast<size_t>(outcome.result);
+  const size_t moved = operation.moved + static_cast<size_t>(result);
   if (is_complete(operation.piece, direction, moved)) {
     if (direction == Direction::read && (operation.slot || operation.request->checksum)) {
       arrived_.push_back(outcome.token);
@@ -190,11 +210,12 @@ bool Worker::fill_a_slot() {
       [this](Direction direction, const Piece& piece) { return can_fill_now(direction, piece); });
   if (!cut) return false;
   backend_->commit(false);
-  const uint32_t token = new_operation(std::move(*cut));
-  Operation& operation = operations_[token];
+  const auto token = new_operation(std::move(*cut));
+  if (!token) return true;
+  Operation& operation = operations_[*token];
   copy(operation, operation.slot, memory_of(operation));
   operation.to_sum = false;
-  to_start_.push_back(token);
+  to_start_.push_back(*token);
   return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -52,7 +53,9 @@ class Worker {
   bool can_start_now(Direction direction, const Piece& piece) const;
   bool can_fill_now(Direction direction, const Piece& piece) const;
 
-  uint32_t new_operation(Engine::Cut cut);
+  // Its token; nothing when there was no memory for a slot, which has failed the request.
+  std::optional<uint32_t> new_operation(Engine::Cut cut);
+  Submission submission_of(uint32_t token) const;
   bool start(uint32_t token);
   void settle(const Outcome& outcome, std::chrono::steady_clock::time_point now);
   void complete(uint32_t token);

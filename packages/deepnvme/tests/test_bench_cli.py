@@ -122,7 +122,7 @@ def test_html_page_is_one_file_with_plots(tmp_path):
 def test_comparison_with_fio(tmp_path):
     if not shutil.which("fio"):
         pytest.skip("fio is not installed")
-    small = ["--size", "16MiB", "--block-size", "1MiB", "--queue-depth", "8"]
+    small = ["--size", "16MiB", "--seconds", "0.1", "--block-size", "1MiB", "--queue-depth", "8"]
     out = invoke("run", tmp_path, "--compare", "fio", "--json", "-", *small)
     records = json.loads(out)["records"]
     ours = [r for r in records if r["system"] == "deepnvme"]

@@ -240,6 +240,40 @@ def test_descriptor_limit(run_python):
     )
 
 
+def test_memory_limit(run_python, backend):
+    run_python(
+        """
+        import errno, re, resource, sys, deepnvme, numpy as np
+        aligned, odd = deepnvme.empty(1 << 20), np.zeros((1 << 20) + 1, np.uint8)[1:]
+        with deepnvme.Engine(sys.argv[1]) as io:
+            in_use = int(re.search(r"VmSize:\\s*(\\d+)", open("/proc/self/status").read())[1]) << 10
+            resource.setrlimit(resource.RLIMIT_AS, (in_use + (8 << 20), -1))
+            for start in (io.write, io.read):
+                assert io.write("file", aligned).wait() == 1 << 20
+                try: start("file", odd).wait(); raise SystemExit("no error")
+                except OSError as e: assert e.errno == errno.ENOMEM and "bounce" in str(e), e
+            try: deepnvme.Pool("1GiB"); raise SystemExit("no error")
+            except OSError as e: assert e.errno == errno.ENOMEM, e
+        """,
+        backend,
+    )
+
+
+def test_thread_limit(run_python, backend):
+    run_python(
+        """
+        import errno, os, resource, sys, deepnvme
+        if os.getuid() == 0: os.chmod(".", 0o777); os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        with deepnvme.Engine(sys.argv[1], threads=2) as io:
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+            try: deepnvme.Engine(sys.argv[1], threads=4); raise SystemExit("no error")
+            except OSError as e: assert e.errno == errno.EAGAIN and "thread" in str(e), e
+            assert io.write("file", b"x").wait() == 1
+        """,
+        backend,
+    )
+
+
 def test_closed_engine(backend, tmp_path):
     io = deepnvme.Engine(backend)
     request = io.write(tmp_path / "file", bytes(1 << 20))

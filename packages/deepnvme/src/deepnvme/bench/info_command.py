@@ -23,7 +23,7 @@ def command(directory: str, as_json: bool) -> None:
 
 def _print(found: dict, depth: int) -> None:
     for key, value in found.items():
-        label = "  " * depth + str(key).replace("_", " ")
+        label = "  " * depth + str(key)
         if isinstance(value, dict):
             click.echo(label)
             _print(value, depth + 1)
