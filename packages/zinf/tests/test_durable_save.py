@@ -15,8 +15,8 @@ from zinf_testing import SETTINGS, assert_same, config, full_states, make, offlo
 import deepnvme
 import zinf
 from zinf import checkpoint_format
+from zinf.checkpoint_files import checkpoints, verify
 from zinf.config import OVERLAPS
-from zinf.durable_save import checkpoints, verify
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -414,16 +414,16 @@ def test_a_damaged_checkpoint_changes_nothing_that_can_be_checked_before(nvme, t
 KILLED = """
 import os, random, sys
 import torch, zinf
-from zinf import durable_save
+from zinf import checkpoint_files, durable_save
 from zinf_testing import config, offloaded, train
 
 nvme, folder, lives = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def live(seed):
     model, optimizer = offloaded(config(nvme, dtype=torch.bfloat16))
-    done = zinf.load(folder, model, optimizer)["done"] if durable_save.checkpoints(folder) else 0
+    done = zinf.load(folder, model, optimizer)["done"] if checkpoint_files.checkpoints(folder) else 0
     chance = random.Random(seed)
-    left = chance.randrange(1, 250)  # calls until the end
+    left = chance.randrange(1, 150)  # calls until the end
 
     def dying(function):
         def call(*args, **kwargs):
@@ -440,7 +440,7 @@ def live(seed):
     os.rename, os.fsync, os.open = map(dying, (os.rename, os.fsync, os.open))
     durable_save._write_kind = dying(durable_save._write_kind)
     durable_save.shutil.rmtree = dying(durable_save.shutil.rmtree)
-    while done < 12:
+    while done < 4 * lives:
         print("loss", done, *(loss.hex() for loss in train(model, optimizer, [done])), flush=True)
         done += 1
         zinf.save(folder, model, optimizer, extra={"done": done}, keep=2)
@@ -455,14 +455,14 @@ for seed in range(lives):
         finally:
             os._exit(1)
     status = os.waitpid(child, 0)[1]
-    faults = [fault for path in durable_save.checkpoints(folder) for fault in durable_save.verify(path)]
+    faults = [fault for path in checkpoint_files.checkpoints(folder) for fault in checkpoint_files.verify(path)]
     print("life", os.WTERMSIG(status), len(os.listdir(nvme)), len(faults), flush=True)
 """
 
 
 def killed(lives, nvme, tmp_path, run_python):
     """Lives that each end by SIGKILL within a save or come through: the losses go on bit for bit from life to life."""
-    wanted = [loss.hex() for loss in train(*offloaded(config(nvme, dtype=torch.bfloat16)), 12)]
+    wanted = [loss.hex() for loss in train(*offloaded(config(nvme, dtype=torch.bfloat16)), 4 * lives)]
     lines = run_python(KILLED, nvme, tmp_path / "run", lives, timeout=20 + 10 * lives).splitlines()
     words = [line.split() for line in lines]
     assert sum(word[:2] == ["life", "9"] for word in words) >= lives // 2
@@ -474,7 +474,7 @@ def killed(lives, nvme, tmp_path, run_python):
 
 
 def test_killed_at_any_moment_of_a_save(nvme, tmp_path, run_python):
-    killed(8, nvme, tmp_path, run_python)
+    killed(4, nvme, tmp_path, run_python)
 
 
 @pytest.mark.slow

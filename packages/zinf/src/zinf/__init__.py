@@ -20,8 +20,9 @@ from torch import nn as _nn
 import zero3 as _zero3
 
 from .activation_offload import checkpoint, offload_saved
+from .checkpoint_loading import load
 from .config import Config
-from .durable_save import SaveResult, load, save
+from .durable_save import SaveResult, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
 from .full_state import full_grad, full_state, set_full_state
 from .offload_engine import engine_of as _engine_of

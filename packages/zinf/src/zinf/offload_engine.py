@@ -249,6 +249,11 @@ class OffloadEngine(ShardStore):
 
     # -- gradients that wait ---------------------------------------------------------------------------------
 
+    def reserve_gradient(self, unit: Unit) -> None:
+        """Room on a drive is found before training begins; in memory it is taken when a gradient comes."""
+        if self.placement.grads == "nvme":
+            self.tier(unit, "grad").create(self.key(unit, "grad"), unit.shard_numel, self.waiting_dtype(unit))
+
     def keep_gradient(self, unit: Unit, shard: Tensor) -> None:
         """Let a reduced gradient wait on its tier; a second one is added to it, in float32."""
         tier, key = self.tier(unit, "grad"), self.key(unit, "grad")

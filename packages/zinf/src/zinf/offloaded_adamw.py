@@ -94,6 +94,8 @@ class AdamW(torch.optim.Optimizer):
         for unit in model.units:
             if self.trains(unit):
                 engine.create_moments(unit)
+                if engine.config.overlap_optimizer != "backward":
+                    engine.reserve_gradient(unit)
 
     def _refuse_clipping(self) -> None:
         if any(engine.config.overlap_optimizer == "backward" for engine in self._engines):

@@ -51,7 +51,8 @@ class UpdateInBackward(UpdateInStep):
         self._updated = True
         settings = self.optimizer.settings_of(unit)
         self.optimizer.count_step(unit, settings)
-        gathered = unit.own_slice(unit.flat) if unit.state is ParamState.READY and unit.flat.device.type == "cpu" else None
+        at_hand = unit.state is ParamState.READY and unit.flat.device.type == "cpu"  # type: ignore[union-attr]
+        gathered = unit.own_slice(unit.flat) if at_hand else None  # type: ignore[arg-type]
         self.update(unit, settings, self.optimizer.pending_factor, gradient, param_in=gathered)
         for slot in unit.slots:
             slot.has_grad = False
@@ -89,9 +90,9 @@ class UpdateInBackward(UpdateInStep):
     def check_gradient(self, unit: Unit) -> None:
         if unit in self._used_up:
             raise ConfigError(
-                f"the gradient of {unit.slots[0].name} is gone: overlap_optimizer='backward' has updated within backward "
-                "and keeps no gradient. To look at gradients or to clip them, use overlap_optimizer='next-forward' or "
-                "False, with zinf.AdamW(grad_clip=...) or zinf.clip_grad_norm_."
+                f"the gradient of {unit.slots[0].name} is gone: overlap_optimizer='backward' has updated within "
+                "backward and keeps no gradient. To look at gradients or to clip them, use "
+                "overlap_optimizer='next-forward' or False, with zinf.AdamW(grad_clip=...) or zinf.clip_grad_norm_."
             )
 
     def step(self, factor: float) -> None:
@@ -109,6 +110,7 @@ class UpdateInBackward(UpdateInStep):
 
     def aborted(self) -> None:
         super().aborted()
+        self._gradients_came = False
         if self._updated:
             newest = self.engine.newest_checkpoint
             remedy = (

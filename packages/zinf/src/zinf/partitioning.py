@@ -24,7 +24,7 @@ from .offload_engine import OffloadEngine
 from .placement import Placement
 from .prefetcher import Prefetcher
 from .scarce_memory import spare_memory_if_scarce
-from .tier_set import TierSet, check_directories, free_space
+from .tier_set import TierSet, check_directories, free_space, sharers
 from .tiers.nvme import PIECE
 
 _TIMEOUT = 300.0  # seconds that a rank waits for the others
@@ -87,7 +87,7 @@ def _partition(
     frozen = sum(param.numel() for param in module.parameters() if not param.requires_grad) // shards
     width = config.dtype.itemsize
     placement = Placement.of(config, device, trained * width, trained * 16 + frozen * width)
-    _check_space(config, placement, trained, frozen)
+    _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme))
     budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     engine = OffloadEngine(config, placement, tiers)
     settings = replace(settings, unit_size=budgets.unit_size(module, config))
@@ -97,8 +97,8 @@ def _partition(
     weakref.finalize(module, tiers.close)
 
 
-def _check_space(config: Config, placement: Placement, trained: int, frozen: int) -> None:
-    """Every byte that training will write must have room before it begins."""
+def _check_space(config: Config, placement: Placement, trained: int, frozen: int, on_drive: int) -> None:
+    """Every byte that training will write must have room before it begins; `on_drive` ranks write as much."""
     width = config.dtype.itemsize
     needed = 0
     if placement.params == "nvme":
@@ -107,7 +107,7 @@ def _check_space(config: Config, placement: Placement, trained: int, frozen: int
         needed += trained * (8 + {2: 2, 4: 0}[width] + (2 if config.dtype is torch.float16 else 0))
     if placement.grads == "nvme":
         needed += trained * width
-    needed -= placement.resident
+    needed = (needed - placement.resident) * on_drive
     free = free_space(config.nvme) if config.nvme else 0
     if needed > 0 and needed > free:
         raise ConfigError(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zero3 import full_state as zero3_full_state
 from zero3 import gathered, parameter_forms
 
-from . import durable_save
+from . import checkpoint_files
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord
 from .errors import CheckpointError
 from .offload_engine import engine_of
@@ -197,16 +197,16 @@ def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> 
 
     Returns the bytes of the tensors. CheckpointError names what is damaged.
     """
-    path = durable_save.find(checkpoint)
-    manifest = durable_save.read_manifest(path)
-    tensors = durable_save.read_tensors(path, manifest)
+    path = checkpoint_files.find(checkpoint)
+    manifest = checkpoint_files.read_manifest(path)
+    tensors = checkpoint_files.read_tensors(path, manifest)
     buffers = {name.removeprefix("buffer."): t for name, t in tensors.items() if name.startswith("buffer.")}
     places = [(unit, slot) for unit in manifest.units for slot in unit.slots]
     entries = [_Entry(slot.names[0], _param_dtype(unit), tuple(slot.shape)) for unit, slot in places]
     entries += [_Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     writer = _Writer(Path(dir), entries)
     try:
-        with durable_save.PieceReader(path, manifest) as reader:
+        with checkpoint_files.PieceReader(path, manifest) as reader:
             for unit, slot in places:
                 writer.begin(slot.names[0])
                 for _, part in reader.read(unit, "param", slot.offset, slot.offset + slot.numel):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import deepnvme
 from zero3.buffer_pool import BufferPool, allocate_on
+from zero3.collectives import Ranks
 
 from .errors import ConfigError
 from .spans import Spans
@@ -82,8 +84,19 @@ def check_directories(dirs: Sequence[str]) -> None:
 
 def free_space(dirs: Sequence[str]) -> int:
     """Bytes that may be written into `dirs` evenly: the fullest one bounds all."""
+    filesystems = [os.stat(path).st_dev for path in dirs]
     free = []
-    for path in dirs:
+    for path, filesystem in zip(dirs, filesystems, strict=True):
         stat = os.statvfs(path)
-        free.append(stat.f_bavail * stat.f_frsize)
+        free.append(stat.f_bavail * stat.f_frsize // filesystems.count(filesystem))
     return min(free, default=0) * len(dirs)
+
+
+def sharers(ranks: Ranks, dirs: Sequence[str]) -> int:
+    """How many ranks, this one included, put their swap space on this host's filesystem of the first of `dirs`."""
+    places = torch.zeros(ranks.size, dtype=torch.int64)
+    if dirs:
+        place = f"{platform.node()} {os.stat(dirs[0]).st_dev}".encode()
+        places[ranks.rank] = 1 + deepnvme.crc32c(bytearray(place))
+    ranks.sum(places, "who shares a drive")
+    return max(int((places == places[ranks.rank]).sum()), 1)

@@ -28,8 +28,8 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     weight, bias = head.weight, getattr(head, "bias", None)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != targets.shape:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not "
-            "fit: expected (..., width), (vocabulary, width) and (...)"
+            f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do "
+            "not fit: expected (..., width), (vocabulary, width) and (...)"
         )
     return _TiledCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
 

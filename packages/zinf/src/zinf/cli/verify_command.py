@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from zinf.checkpoint_files import verify as find_damage
 from zinf.cli.command_group import BadInput
-from zinf.durable_save import verify as find_damage
 from zinf.errors import CheckpointError
 
 

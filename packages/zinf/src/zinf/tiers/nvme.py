@@ -6,6 +6,7 @@ buffer, and a large read keeps several requests in flight. Every piece has its o
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import deepnvme
 
+from ..errors import ConfigError
 from ..spans import Spans
 from . import NO_WAIT, Key, Wait
 
@@ -40,7 +42,8 @@ class Traffic:
 class NvmeTier:
     """Tensors in private swap space, gone when the process ends.
 
-    OSError from the drive (errno, path, offset) surfaces at the wait, and names the piece.
+    OSError from the drive (errno, path, offset) surfaces at the wait, and names the piece. ConfigError where there is
+    no room for a tensor: room is made before training begins.
     """
 
     name = "nvme"
@@ -77,9 +80,16 @@ class NvmeTier:
         self.free(key)
         self._sizes[key] = (numel, dtype)
         zeros = _zeros(min(PIECE, numel), dtype)
-        requests = [self._swap.put(name, zeros[: stop - start]) for name, start, stop in self._pieces(key, 0, numel)]
-        for request in requests:
-            request.wait()
+        try:
+            for request in [self._swap.put(name, zeros[: stop - start]) for name, start, stop in self._pieces(key, 0, numel)]:
+                request.wait()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigError(
+                f"no room for the training state on {', '.join(self.dirs)}: free some, name another directory, or add a "
+                f"drive ({error})"
+            ) from error
         self.nbytes += numel * dtype.itemsize
 
     def resident(self, key: Key) -> Tensor | None:

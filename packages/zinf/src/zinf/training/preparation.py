@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zinf
-from zinf.durable_save import checkpoints
+from zinf.checkpoint_files import checkpoints
 from zinf.errors import ZinfError
 from zinf.models.gpt import GPT, GPTConfig
 from zinf.models.model_names import BYTE_VOCAB, parse_model

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zinf.durable_save import checkpoints
+from zinf.checkpoint_files import checkpoints
 from zinf.training.faults import CannotStart, describe
 
 

@@ -1,0 +1,155 @@
+"""load(): a checkpoint into a model on any number of ranks, any placement, any unit size.
+
+Every parameter is mapped to wherever its bytes are; everything is compared before anything is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3.partitioned_model import PartitionedModel
+from zero3.unit import ParamSlot, Unit
+
+from . import unit_states
+from .checkpoint_extra import give_tensors
+from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
+from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord
+from .durable_save import buffers, saved_kinds, settle
+from .errors import CheckpointError
+from .offload_engine import OffloadEngine, engine_of, pieces
+from .offloaded_adamw import AdamW
+from .rank_failures import together
+
+
+def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> Any:
+    """Read a checkpoint, or the newest complete one in a folder; returns its `extra`. Collective.
+
+    Training goes on bit for bit, on any number of ranks and any placement of the same dtype. CheckpointError names
+    what is damaged or does not fit; shapes and names are compared before anything is changed.
+    """
+    engine, machinery = engine_of(model)
+    path = find(dir)
+    manifest = read_manifest(path)
+    with together(machinery, "comparing the checkpoint with the model"):
+        places = _match(manifest, engine, machinery)
+        tensors = read_tensors(path, manifest)
+        _match_buffers(model, tensors)
+        _match_groups(manifest, optimizer)
+        random_state = _random_state(manifest, machinery.ranks.rank)
+        extra = give_tensors(manifest.extra, tensors)
+    if optimizer is not None:
+        optimizer.forget()
+    settle(engine, machinery)
+    for slot in places:
+        slot.param.grad = None  # a checkpoint lies between two steps
+    with together(machinery, "loading the checkpoint"), PieceReader(path, manifest) as reader:
+        for unit in machinery.units:
+            _load_unit(engine, unit, places, reader)
+    with torch.no_grad():
+        for name, buffer in buffers(model):
+            buffer.copy_(tensors[f"buffer.{name}"])
+    _load_optimizer(manifest, optimizer, places, engine)
+    if random_state is not None:
+        torch.set_rng_state(random_state)
+    engine.newest_checkpoint = str(path)
+    return extra
+
+
+Place = tuple[UnitRecord, SlotRecord]
+
+
+def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedModel) -> dict[ParamSlot, Place]:
+    """Where each of the model's parameters is in the checkpoint. CheckpointError with all that does not fit."""
+    known = {name: (unit, slot) for unit in manifest.units for slot in unit.slots for name in slot.names}
+    places: dict[ParamSlot, Place] = {}
+    faults = []
+    for slot in (slot for unit in machinery.units for slot in unit.slots):
+        place = next((known[name] for name in slot.names if name in known), None)
+        if place is None:
+            faults.append(f"{slot.name} is missing")
+        elif tuple(place[1].shape) != tuple(slot.shape):
+            faults.append(f"{slot.name} has shape {tuple(place[1].shape)}, the model {tuple(slot.shape)}")
+        else:
+            faults += _unlike_kinds(engine, slot, place[0])
+            places[slot] = place
+    used = {id(place[1]) for place in places.values()}
+    faults += [f"{s.names[0]} is not in the model" for u in manifest.units for s in u.slots if id(s) not in used]
+    if faults:
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(faults[:10]))
+    return places
+
+
+def _unlike_kinds(engine: OffloadEngine, slot: ParamSlot, record: UnitRecord) -> list[str]:
+    for kind, dtype in unit_states.value_kinds(slot.unit).items():
+        saved = record.kinds.get(kind)
+        if saved is None or DTYPES[saved.dtype] is not dtype:
+            return [f"{slot.name} was saved as {record.kinds['param'].dtype}, the model trains in {slot.unit.dtype}"]
+    return []
+
+
+def _load_unit(engine: OffloadEngine, unit: Unit, places: dict[ParamSlot, Place], reader: PieceReader) -> None:
+    """Fill this rank's shard of `unit`, every kind, piece by piece."""
+    first = unit.rank * unit.shard_numel  # of this rank's shard in the unit's flat buffer
+    for kind, dtype in saved_kinds(engine, unit).items():
+        for start, stop in pieces(unit.shard_numel):
+            with engine.host_buffer(stop - start, dtype) as part:
+                part.zero_()
+                for slot in unit.slots:
+                    low = max(slot.offset, first + start)
+                    high = min(slot.offset + slot.numel, first + stop)
+                    record, saved = places[slot]
+                    if low < high and kind in record.kinds:
+                        shift = low - slot.offset + saved.offset  # of `low`, in the checkpoint's unit
+                        for at, elements in reader.read(record, kind, shift, shift + high - low):
+                            to = low + at - shift - first - start
+                            part[to : to + elements.numel()] = elements
+                engine.write(unit, kind, part, start)
+    unit.model.values_changed(unit)
+
+
+def _match_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, buffer in buffers(model):
+        saved = tensors.get(f"buffer.{name}")
+        if saved is None or saved.shape != buffer.shape:
+            shapes = f"has shape {tuple(saved.shape)}, the model's {tuple(buffer.shape)}" if saved is not None else ""
+            found = shapes or "is missing"
+            raise CheckpointError(f"the checkpoint does not fit the model: buffer {name} {found}")
+
+
+def _random_state(manifest: Manifest, rank: int) -> Tensor | None:
+    """Of this rank, when the checkpoint has one for it. CheckpointError when torch does not take it."""
+    if rank >= len(manifest.random_states):
+        return None
+    state = torch.tensor(list(bytes.fromhex(manifest.random_states[rank])), dtype=torch.uint8)
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"the random state of rank {rank} is damaged: {error}") from error
+    return state
+
+
+def _match_groups(manifest: Manifest, optimizer: AdamW | None) -> None:
+    saved = manifest.optimizer.groups
+    if optimizer is not None and saved and len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+
+
+def _load_optimizer(
+    manifest: Manifest, optimizer: AdamW | None, places: dict[ParamSlot, Place], engine: OffloadEngine
+) -> None:
+    if optimizer is None:
+        return
+    for slot, (_, saved) in places.items():
+        if slot.param in optimizer.state:
+            optimizer.state[slot.param]["step"] = saved.step or 0
+    for group, settings in zip(optimizer.param_groups, manifest.optimizer.groups, strict=False):
+        group.update(settings)
+    if manifest.optimizer.loss_scale is not None:
+        optimizer.loss_scale.load(manifest.optimizer.loss_scale)
+    engine.will_accumulate(slot.unit for slot, (_, saved) in places.items() if saved.accumulates)
