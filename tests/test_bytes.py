@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from zinf_testing import SETTINGS
 
-import zinf
 import zero3
+import zinf
 
 # Read and written bytes per trained parameter, everything on nvme, one rank.
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
