@@ -190,6 +190,7 @@ def _all_subclasses(cls: type) -> set[type]:
     found: set[type] = set()
     waiting: list[type] = [cls]
     while waiting:
+        child: type
         for child in waiting.pop().__subclasses__():
             if child not in found:
                 found.add(child)
