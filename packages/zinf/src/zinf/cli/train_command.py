@@ -65,6 +65,12 @@ _FILE = click.Path(path_type=Path)
     help="Most host memory that zinf uses, as 512MiB.  [default: what is free]",
 )
 @click.option(
+    "--device-memory",
+    default=None,
+    metavar="SIZE",
+    help="Most memory of gathered parameters, on a CPU too.  [default: what is free]",
+)
+@click.option(
     "--resident", default="0", metavar="SIZE", help="Bytes of units kept in host memory though placed on NVMe."
 )
 @click.option("--prefetch/--no-prefetch", default=True, help="Fetch units ahead of their use.")

@@ -117,7 +117,7 @@ def _zinf_config(settings: TrainSettings) -> zinf.Config:
     changes: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "prefetch": settings.prefetch}
     if settings.dtype == "fp16":
         changes["loss_scale"] = "dynamic"
-    for name in ("host_memory", "resident", "overlap_optimizer"):
+    for name in ("host_memory", "device_memory", "resident", "overlap_optimizer"):
         if getattr(settings, name) is not None:
             changes[name] = getattr(settings, name)
     return zinf.Config.preset(settings.preset, nvme=[str(path) for path in settings.swap_directories], **changes)

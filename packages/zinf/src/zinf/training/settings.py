@@ -33,6 +33,7 @@ class TrainSettings:
     seed: int
     dtype: str  # a key of DTYPES
     host_memory: str | None
+    device_memory: str | None
     resident: str | None
     prefetch: bool
     overlap_optimizer: str | bool | None  # None: zinf.Config's own default
