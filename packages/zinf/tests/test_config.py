@@ -1,0 +1,79 @@
+"""What cannot work is refused before a byte is moved, by the name of its field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zinf
+from zinf.config import PRESETS
+
+BAD = [
+    ({"params": "disk"}, "params='disk'"),
+    ({"grads": "gpu"}, "grads='gpu'"),
+    ({"optimizer": None}, "optimizer=None"),
+    ({"activations": "tape"}, "activations='tape'"),
+    ({"shard": ("params",)}, "shard="),
+    ({"shard": ("grads",)}, "shard="),
+    ({"params": "cpu", "shard": ("grads", "optimizer")}, "params='cpu'"),
+    ({"dtype": torch.float64}, "dtype="),
+    ({"dtype": "bf16"}, "dtype='bf16'"),
+    ({"params": "nvme"}, "nvme"),
+    ({"grads": "nvme"}, "nvme"),
+    ({"loss_scale": "static"}, "loss_scale"),
+    ({"loss_scale": 0}, "loss_scale"),
+    ({"loss_scale": -1.0}, "loss_scale"),
+    ({"loss_scale": True}, "loss_scale"),
+    ({"device_memory": "8 potatoes"}, "device_memory"),
+    ({"host_memory": -1}, "host_memory"),
+    ({"resident": 1.5}, "resident"),
+    ({"unit_size": "big"}, "unit_size"),
+    ({"overlap_optimizer": "sometimes"}, "overlap_optimizer='sometimes'"),
+    ({"overlap_optimizer": True}, "overlap_optimizer=True"),
+    ({"overlap_optimizer": "backward", "loss_scale": "dynamic"}, "loss_scale"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), BAD, ids=lambda value: str(value))
+def test_bad_values(changes, named):
+    with pytest.raises(zinf.ConfigError) as refusal:
+        zinf.Config(**changes)
+    assert named in str(refusal.value)
+    assert isinstance(refusal.value, ValueError)
+
+
+def test_presets_are_the_rows_of_table_2():
+    """Device of parameters, of optimizer states; what is partitioned (paper, Table 2)."""
+    rows = {
+        "ddp": ("device", "device", 0), "zero1": ("device", "device", 1), "zero2": ("device", "device", 2),
+        "zero-offload": ("device", "cpu", 2), "zero3": ("device", "device", 3), "inf-cpu": ("cpu", "cpu", 3),
+        "inf-nvme": ("nvme", "nvme", 3),
+    }  # fmt: skip
+    assert set(rows) == set(PRESETS)
+    for name, (params, optimizer, kinds) in rows.items():
+        cfg = zinf.Config.preset(name, nvme=["/tmp"])
+        assert (cfg.params, cfg.optimizer, len(cfg.shard)) == (params, optimizer, kinds)
+
+
+def test_unknown_presets_and_settings_name_the_choices():
+    with pytest.raises(zinf.ConfigError, match="inf-nvme"):
+        zinf.Config.preset("zero4")
+    with pytest.raises(zinf.ConfigError, match="host_memory"):
+        zinf.Config.preset("zero3", hostmemory=1)
+
+
+def test_sizes_and_paths():
+    cfg = zinf.Config(device_memory="1MiB", host_memory="2GiB", resident=0, unit_size="512KiB", nvme=Path("/tmp"))
+    assert (cfg.device_memory, cfg.host_memory, cfg.resident, cfg.unit_size) == (1 << 20, 2 << 30, 0, 512 << 10)
+    assert cfg.nvme == ("/tmp",)
+    assert zinf.Config(nvme=["/a", Path("/b")]).nvme == ("/a", "/b")
+
+
+def test_a_config_is_a_value():
+    cfg = zinf.Config.preset("zero3")
+    with pytest.raises(AttributeError):
+        cfg.params = "cpu"
+    assert cfg.replace(prefetch=False) == zinf.Config.preset("zero3", prefetch=False)
+    assert zinf.Config().overlap_optimizer == "next-forward"

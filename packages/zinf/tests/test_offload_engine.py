@@ -1,0 +1,102 @@
+"""Where each state lies, what is kept of changes, and what is left on the drive."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from zinf_testing import SETTINGS, config, make, offloaded, train
+
+import zero3
+import zinf
+from zinf.config import TIERS
+
+
+@pytest.mark.parametrize(("params", "grads", "optimizer"), list(itertools.product(TIERS, TIERS, TIERS)))
+def test_bytes_lie_where_the_placement_says(nvme, params, grads, optimizer):
+    """float32: 4 bytes of parameter, 4 of gradient, 8 of moments, each on its tier."""
+    model, opt = offloaded(config(nvme, params, grads, optimizer, overlap_optimizer=False))
+    model.loss(model.data(0)).backward()
+    opt.step()
+    tiers = model._zero3_model.store.tiers
+    numel = sum(unit.shard_numel for unit in zero3.units(model))
+    wanted = dict.fromkeys(TIERS, 0)
+    for tier, nbytes in ((params, 4), (grads, 4), (optimizer, 8)):
+        wanted[tier] += nbytes * numel
+    for name in TIERS:
+        if name != "nvme" or tiers.nvme is not None:
+            assert tiers.of(name).nbytes == wanted[name], name
+    assert (tiers.nvme is not None) == ("nvme" in (params, grads, optimizer))
+
+
+@pytest.mark.parametrize("resident", [0, 40_000, None])
+def test_resident_units_take_what_they_may(nvme, resident):
+    model, opt = offloaded(config(nvme, grads="cpu", resident=resident))
+    train(model, opt, 2)
+    numel = {unit.name: unit.shard_numel for unit in zero3.units(model)}
+    tiers = {unit.name: zinf.report(model)["placement"][unit.slots[0].name] for unit in zero3.units(model)}
+    kept = sum(numel[name] * 12 for name, of in tiers.items() if of["params"] == of["optimizer"] == "cpu")
+    if resident is None:
+        assert kept > 0  # as much as is left over, or as the states need without padding
+    else:
+        assert kept <= resident
+        assert (kept > 0) == (resident > 0)
+
+
+def test_the_drive_is_empty_when_the_model_is_gone(nvme):
+    import os
+
+    model, opt = offloaded(config(nvme, grads="nvme"))
+    train(model, opt, 1)
+    fds = len(os.listdir("/proc/self/fd"))
+    del model, opt
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < fds
+    assert list(nvme.iterdir()) == []
+
+
+@pytest.mark.parametrize("grads", TIERS)
+def test_gradients_that_user_code_changes(nvme, grads):
+    """In place, replaced, and taken away: as in plain torch, on every tier."""
+
+    def run(model, optimizer):
+        for step in range(3):
+            model.loss(model.data(step)).backward()
+            for number, param in enumerate(model.parameters()):
+                if number % 4 == 0:
+                    param.grad.mul_(0.5)
+                elif number % 4 == 1:
+                    param.grad = torch.full_like(param.grad, 0.25)
+                elif number % 4 == 2 and step == 1:
+                    param.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    from cpu_adam.torch import CPUAdam
+
+    reference = make()
+    wanted = run(reference, CPUAdam(reference.parameters(), **SETTINGS))
+    for overlap in ("next-forward", False):
+        found = run(*offloaded(config(nvme, grads=grads, overlap_optimizer=overlap)))
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), (overlap, name)
+
+
+@pytest.mark.parametrize("resident", [0, None])
+def test_other_optimizers_are_refused_on_nvme_by_name(nvme, resident):
+    model = zinf.shard(make(), config(nvme, resident=resident))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.loss(model.data(0)).backward()
+    with pytest.raises(zero3.UnsupportedError, match=r"zinf\.AdamW"):
+        optimizer.step()
+
+
+def test_two_optimizers_of_one_model_are_refused(nvme):
+    model, _ = offloaded(config(nvme))
+    with pytest.raises(ValueError, match="already"):
+        zinf.AdamW(model.parameters())
+    with pytest.raises(TypeError):
+        zinf.AdamW(make().parameters())

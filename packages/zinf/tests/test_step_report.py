@@ -1,0 +1,67 @@
+"""The report of a step says what API.md promises, and its parts add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zinf_testing import config, make, offloaded, plain, train
+
+import zinf
+
+
+def test_every_promised_entry(nvme):
+    model, optimizer = offloaded(config(nvme, grads="nvme"))
+    train(model, optimizer, 3)
+    report = zinf.report(model)
+    assert set(report["seconds"]) >= {"compute", "nc", "cg", "gg", "reduce", "optimizer", "stall", "step"}
+    assert set(report["bytes"]) == {"nvme_read", "nvme_written", "by_kind"}
+    assert set(report["bytes"]["by_kind"]) == {"parameters", "gradients", "optimizer", "activations"}
+    assert set(report["peak"]) == {"device", "host"}
+    assert set(report["prefetch"]) == {"hits", "misses"}
+    assert set(report["limit"]) == {"compute", "drive", "link", "memory"}
+    assert set(report["placement"]) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert report["io"]["dirs"] == [str(nvme)]
+    assert report["io"]["backend"] in ("io_uring", "libaio", "threads")
+    assert all(value >= 0 for value in report["seconds"].values())
+    for direction, total in (("read", "nvme_read"), ("written", "nvme_written")):
+        kinds = report["bytes"]["by_kind"].values()
+        assert sum(kind[direction] for kind in kinds) == report["bytes"][total] > 0
+
+
+def test_reports_are_plain_data(nvme):
+    import json
+
+    model, optimizer = offloaded(config(nvme))
+    json.dumps(zinf.report(model))
+    train(model, optimizer, 1)
+    json.dumps(zinf.report(model))
+
+
+@pytest.mark.parametrize("overlap", ["backward", False])
+def test_what_happens_between_steps_counts_for_none(nvme, overlap):
+    model, optimizer = offloaded(config(nvme, overlap_optimizer=overlap))
+    train(model, optimizer, 3)
+    wanted = zinf.report(model)["bytes"]
+    with torch.no_grad():
+        model(model.data(0))
+    train(model, optimizer, [3])
+    assert zinf.report(model)["bytes"] == wanted
+
+
+@pytest.mark.parametrize("how", ["setting", "function"])
+def test_the_norm_is_in_the_report(nvme, how):
+    reference, _ = plain()
+    reference.loss(reference.data(0)).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0).item()
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW(model.parameters(), grad_clip=1.0 if how == "setting" else None)
+    model.loss(model.data(0)).backward()
+    if how == "function":
+        zinf.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    assert zinf.report(model)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"zinf|partitioned"):
+        zinf.report(make())
