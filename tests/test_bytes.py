@@ -51,7 +51,9 @@ def build(nvme, dtype=BF16, grads="cpu", **changes):
 
 def step(model, optimizer, inputs=1):
     for _ in range(inputs):
-        x = torch.ones(1, WIDTH, dtype=zero3.units(model)[0].dtype, requires_grad=True)  # so that backward needs all layers
+        x = torch.ones(
+            1, WIDTH, dtype=zero3.units(model)[0].dtype, requires_grad=True
+        )  # so that backward needs all layers
         model(x).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -27,12 +27,15 @@ def test_a_directory_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("build", ["shard", "init"])
 def test_too_little_space_is_known_before_a_byte_is_moved(nvme, build, monkeypatch):
     monkeypatch.setattr("zinf.partitioning.free_space", lambda dirs: 10_000)
+
+    def under_init():
+        with zinf.init(config(nvme)):
+            model = make()
+        return model
+
+    built = under_init if build == "init" else lambda: zinf.shard(make(), config(nvme))
     with pytest.raises(zinf.ConfigError, match=r"needs .* but .* free"):
-        if build == "shard":
-            zinf.shard(make(), config(nvme))
-        else:
-            with zinf.init(config(nvme)):
-                model = make()  # noqa: F841 (a model that nobody keeps is not partitioned)
+        built()
     assert os.listdir(nvme) == []
 
 

@@ -17,7 +17,9 @@ def trained(nvme, layers, overlap, grads, steps=3, **changes):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
     settings = {"device_memory": 4 * UNIT, "host_memory": "64MiB", "resident": 0, "unit_size": UNIT, **changes}
-    model = zinf.shard(net, zinf.Config.preset("inf-nvme", nvme=[nvme], grads=grads, overlap_optimizer=overlap, **settings))
+    model = zinf.shard(
+        net, zinf.Config.preset("inf-nvme", nvme=[nvme], grads=grads, overlap_optimizer=overlap, **settings)
+    )
     optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
     for _ in range(steps):
         model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -56,7 +58,8 @@ def test_waiting_gradients_in_memory_are_two_bytes_a_parameter(nvme):
 BUILT = """
 import sys, torch, zinf
 from torch import nn
-cfg = zinf.Config.preset("inf-nvme", nvme=[sys.argv[1]], resident=0, host_memory="96MiB", grads="nvme", unit_size="4MiB")
+sizes = {"resident": 0, "host_memory": "96MiB", "unit_size": "4MiB"}
+cfg = zinf.Config.preset("inf-nvme", nvme=[sys.argv[1]], grads="nvme", **sizes)
 torch.ones(8, 8) @ torch.ones(8, 8)
 def peak():
     with open("/proc/self/status") as file:

@@ -396,6 +396,10 @@ def test_memory_does_not_grow_over_200_steps(nvme, overlap):
         optimizer.step()
         optimizer.zero_grad()
         if step >= 20 and step % 20 == 19:
-            seen.append((resident_bytes(), pool.nbytes, len(pool._free)))
-    assert len({nbytes for _, nbytes, _ in seen}) == 1
-    assert max(rss for rss, _, _ in seen) - seen[0][0] < 0.02 * seen[0][1]
+            optimizer.settle()
+            seen.append((resident_bytes(), pool.nbytes, pool.in_use))
+    assert {in_use for _, _, in_use in seen} == {0}
+    stream, unit = model._zero3_model.store.updates.stream, 2 * 1000 * 1000
+    assert seen[-1][1] <= stream.budget + 2 * 8 * unit  # how many writes are on their way at once varies, up to this
+    beside = [rss - pooled for rss, pooled, _ in seen]
+    assert beside[-1] - beside[0] < 0.02 * stream.budget

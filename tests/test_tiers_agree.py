@@ -24,7 +24,9 @@ def run(cfg, steps, **settings):
 
 def _bits(states):
     return {
-        name: {kind: value.numpy().tobytes() if isinstance(value, torch.Tensor) else value for kind, value in of.items()}
+        name: {
+            kind: value.numpy().tobytes() if isinstance(value, torch.Tensor) else value for kind, value in of.items()
+        }
         for name, of in states.items()
     }
 

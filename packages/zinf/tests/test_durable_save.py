@@ -192,7 +192,9 @@ def accumulated(rank, world, nvme, folder, until):
 def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     extra = {
         "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False],
-        "nested": {"half": torch.arange(3, dtype=torch.bfloat16), "list": [torch.tensor(5), {"empty": torch.zeros(0, 2)}]},
+        "nested": {
+            "half": torch.arange(3, dtype=torch.bfloat16), "list": [torch.tensor(5), {"empty": torch.zeros(0, 2)}],
+        },
     }  # fmt: skip
     model, optimizer, _ = saved(nvme, tmp_path)
     zinf.save(tmp_path, model, optimizer, extra=extra)
@@ -266,7 +268,7 @@ def _flip(file, position):
 
 def test_verify_finds_every_flipped_byte_of_a_state(nvme, tmp_path):
     """One bit in every kind of every unit, one at a time; the message names parameter and kind."""
-    model, optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
+    model, _optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
     assert verify(path) == []
     file = Path(path) / "rank-0.bin"
     for unit in _manifest(path).units:
@@ -303,6 +305,7 @@ def failing(rank, world, folder, nvme):
     zinf.save(folder, model, optimizer)
     before = sorted(path.name for path in Path(folder).iterdir())
     if rank == 1:
+
         def full(*args):
             raise OSError(28, "No space left on device", "rank-1.bin")
 
@@ -338,7 +341,24 @@ def test_a_file_that_was_cut_short(nvme, tmp_path):
         zinf.load(path, model, optimizer)
 
 
-HOSTILE = [-1, 0, 1, 2**62, 2**70, 1e308, float("nan"), None, True, "", "../../etc/passwd", "float32", [], [[]], {}, {"a": 1}]
+HOSTILE = [
+    -1,
+    0,
+    1,
+    2**62,
+    2**70,
+    1e308,
+    float("nan"),
+    None,
+    True,
+    "",
+    "../../etc/passwd",
+    "float32",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
 
 
 def _places(data, path=()):
@@ -351,7 +371,7 @@ def _places(data, path=()):
 
 def test_a_hostile_manifest_ends_in_one_kind_of_error(nvme, tmp_path):
     """Whatever stands in it: a CheckpointError, or a checkpoint that loads; nothing else, and nothing large."""
-    model, optimizer, path = saved(nvme, tmp_path / "run", steps=1)
+    model, optimizer, _path = saved(nvme, tmp_path / "run", steps=1)
     zinf.save(tmp_path / "run", model, optimizer, extra={"t": torch.ones(2)})
     manifest = Path(checkpoints(tmp_path / "run")[-1]) / "manifest.json"
     honest = json.loads(manifest.read_text())["checkpoint"]
@@ -386,7 +406,7 @@ def test_a_hostile_manifest_ends_in_one_kind_of_error(nvme, tmp_path):
 
 def test_a_damaged_checkpoint_changes_nothing_that_can_be_checked_before(nvme, tmp_path):
     """Names, shapes, dtypes and groups are compared before a byte is read."""
-    model, optimizer, path = saved(nvme, tmp_path / "run")
+    model, _optimizer, path = saved(nvme, tmp_path / "run")
     before = full_states(model)
     others = {
         "missing": make(layers=4),

@@ -28,7 +28,9 @@ def tier(request, nvme):
 KEY = Key(0, "exp_avg")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16, torch.complex64]
+)
 def test_a_round_trip_in_pieces(tier, dtype, small_pieces):
     numel = 3 * 4096 + 2048
     values = torch.arange(numel).to(dtype)

@@ -62,7 +62,9 @@ class RankPool:
     def run(self, function, args, timeout):
         for pipe in self.pipes:
             pipe.send((inspect.getfile(function), function.__name__, args))
-        answers = [pipe.recv() if pipe.poll(timeout) else ("hung", f"still ran after {timeout} s") for pipe in self.pipes]
+        answers = [
+            pipe.recv() if pipe.poll(timeout) else ("hung", f"still ran after {timeout} s") for pipe in self.pipes
+        ]
         faults = [f"rank {rank} {state}:\n{text}" for rank, (state, text) in enumerate(answers) if state != "ok"]
         return [value for _, value in answers], faults
 
