@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(PACKAGES / "zinf" / "tests"), st
 
 from zinf_ranks import RankPools
 from zinf_testing import run_script
+
+# A shell starts background jobs with SIGINT ignored, and their children inherit that: the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

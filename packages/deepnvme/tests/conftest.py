@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,9 @@ import deepnvme
 
 HERE = Path(__file__).parent
 BACKENDS = ("io_uring", "libaio", "threads")
+
+# A shell starts background jobs with SIGINT ignored, and their children inherit that: the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=BACKENDS)
