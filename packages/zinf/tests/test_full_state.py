@@ -114,7 +114,7 @@ def test_wrong_shapes_and_missing_optimizers_are_refused(nvme):
     model = zinf.shard(make(), config(nvme))
     with pytest.raises(ValueError, match="shape"):
         zinf.set_full_state(model.norm.weight, param=torch.ones(3))
-    with pytest.raises(RuntimeError, match="zinf.AdamW"):
+    with pytest.raises(RuntimeError, match=r"zinf\.AdamW"):
         zinf.set_full_state(model.norm.weight, exp_avg=torch.ones(16))
     with pytest.raises(TypeError):
         zinf.full_state(torch.nn.Parameter(torch.ones(1)))

@@ -68,16 +68,15 @@ def test_a_closure_runs_within_step(nvme):
     model, optimizer = offloaded(config(nvme, overlap_optimizer=False))
     wanted = train(*plain(optimizer=CPUAdam), 3)
 
+    steps = iter(range(3))
+
     def closure():
         optimizer.zero_grad()
-        loss = model.loss(model.data(step))
+        loss = model.loss(model.data(next(steps)))
         loss.backward()
         return loss.item()
 
-    losses = []
-    for step in range(3):
-        losses.append(optimizer.step(closure))
-    assert losses == wanted
+    assert [optimizer.step(closure) for _ in range(3)] == wanted
 
 
 def test_two_forwards_and_one_backward(nvme):
