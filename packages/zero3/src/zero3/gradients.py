@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+# Bytes of reductions on their way that are not worth a wait.
+_SMALL_IN_FLIGHT = 256 << 10
+
+
 class _Reduction:
     """A unit's reduce-scatter on its way: the wait, and the memory that it uses until then."""
 
@@ -177,8 +181,13 @@ class Gradients:
             self._finish(unit)
 
     def _bound_in_flight(self) -> None:
-        """Before the next reduction: at most as much is on its way as the largest takes. Waits for the oldest."""
-        while sum(reduction.nbytes for reduction in self._in_flight) > self._largest_reduction:
+        """Before the next reduction: at most as much is on its way as the largest takes. Waits for the oldest.
+
+        Waiting within backward asks the other ranks to reduce the same units; what is small does not wait, so that
+        small models may differ between ranks freely.
+        """
+        bound = max(self._largest_reduction, _SMALL_IN_FLIGHT)
+        while sum(reduction.nbytes for reduction in self._in_flight) > bound:
             self._finish(self._in_flight[0].unit)
 
     def _finish(self, unit: Unit) -> None:
