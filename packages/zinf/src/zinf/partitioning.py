@@ -41,7 +41,7 @@ def init(config: Config) -> Iterator[None]:
     ranks = Ranks(config.group, _TIMEOUT)
     device = default_device()
     check_directories(config.nvme)
-    spare_memory_if_scarce(config.host_memory)
+    spare_memory_if_scarce()
     tiers = TierSet(device, config.nvme, config.checksum)
 
     def store_while_building(_: torch.device) -> ShardStore:
@@ -65,7 +65,7 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     device = device_of(model)
     check_directories(config.nvme)
-    spare_memory_if_scarce(config.host_memory)
+    spare_memory_if_scarce()
     tiers = TierSet(device, config.nvme, config.checksum)
     try:
         _partition(model, config, Ranks(config.group, _TIMEOUT), _settings(config), tiers, device)

@@ -27,16 +27,16 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 
-def spare_memory_if_scarce(host_memory: int | None) -> None:
-    """Fix glibc's thresholds, for the whole process, when a budget was given or little memory is free.
+def spare_memory_if_scarce() -> None:
+    """Fix glibc's thresholds, for the whole process, when little memory is free (a cgroup's limit counts).
 
     Without glibc nothing is changed.
     """
-    if host_memory is None and available_memory() >= _PLENTY:
+    if available_memory() >= _PLENTY:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
     for parameter, value in ((_M_MMAP_THRESHOLD, _BLOCK), (_M_TRIM_THRESHOLD, _BLOCK), (_M_ARENA_MAX, 2)):
         mallopt(parameter, value)
-    log.info("memory is scarce or has a budget: freed blocks of 1 MiB and more go back to the system at once")
+    log.info("memory is scarce: freed blocks of 1 MiB and more go back to the system at once")
