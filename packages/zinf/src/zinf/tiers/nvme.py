@@ -81,14 +81,15 @@ class NvmeTier:
         self._sizes[key] = (numel, dtype)
         zeros = _zeros(min(PIECE, numel), dtype)
         try:
-            for request in [self._swap.put(name, zeros[: stop - start]) for name, start, stop in self._pieces(key, 0, numel)]:
+            pieces = self._pieces(key, 0, numel)
+            for request in [self._swap.put(name, zeros[: stop - start]) for name, start, stop in pieces]:
                 request.wait()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ConfigError(
-                f"no room for the training state on {', '.join(self.dirs)}: free some, name another directory, or add a "
-                f"drive ({error})"
+                f"no room for the training state on {', '.join(self.dirs)}: free some, name another directory, "
+                f"or add a drive ({error})"
             ) from error
         self.nbytes += numel * dtype.itemsize
 
