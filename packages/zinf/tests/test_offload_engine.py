@@ -100,3 +100,20 @@ def test_two_optimizers_of_one_model_are_refused(nvme):
         zinf.AdamW(model.parameters())
     with pytest.raises(TypeError):
         zinf.AdamW(make().parameters())
+
+
+def test_a_read_for_another_device_passes_through_host_memory(nvme):
+    """The meta device stands for one that the drive cannot reach: the bytes arrive in the pool, and it is given back."""
+    model, _ = offloaded(config(nvme))
+    store, unit = model._zero3_model.store, zero3.units(model)[0]
+    pool = store.tiers.host_pool
+    before = pool.in_use
+    wait = store.start_read(unit, torch.empty(unit.shard_numel, dtype=unit.dtype, device="meta"))
+    assert pool.in_use >= before + unit.shard_numel * unit.dtype.itemsize
+    staged = wait._buffer.flat(unit.shard_numel, unit.dtype)
+    wait()
+    assert wait.done()
+    assert torch.equal(staged, store.master(unit))
+    del staged
+    assert pool.in_use == before
+    assert [span.stage for span in store.tiers.spans.take() if span.stage == "cg"] == ["cg"]

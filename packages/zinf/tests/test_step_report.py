@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from zinf_testing import config, make, offloaded, plain, train
 
 import zinf
+from zinf.spans import Span, covered
 
 
 def test_every_promised_entry(nvme):
@@ -65,3 +68,41 @@ def test_the_norm_is_in_the_report(nvme, how):
 def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"zinf|partitioned"):
         zinf.report(make())
+
+
+@pytest.mark.parametrize("overlap", zinf.config.OVERLAPS)
+def test_the_parts_of_a_step_make_the_whole(nvme, overlap):
+    """An update that runs while its unit is waited for is the optimizer's time, and is not counted as a stall too."""
+    model, optimizer = offloaded(config(nvme, overlap_optimizer=overlap))
+    train(model, optimizer, 3)
+    seconds = zinf.report(model)["seconds"]
+    assert seconds["optimizer"] > 0
+    assert seconds["compute"] + seconds["stall"] + seconds["optimizer"] == pytest.approx(seconds["step"], rel=1e-9)
+
+
+def test_overlapping_spans_count_once():
+    spans = [
+        Span("stall", "", 0.0, 4.0),  # within it an update ran, from 1 to 3, and a read until 6
+        Span("optimizer", "", 1.0, 3.0),
+        Span("nc", "", 2.0, 6.0),
+        Span("nc", "", 5.0, 7.0),
+    ]
+    assert covered(spans, "nc") == 5.0
+    assert covered(spans, "stall", "optimizer") - covered(spans, "optimizer") == 2.0
+    assert covered(spans, "stall", "nc") == 7.0
+    assert covered(spans, "cg") == 0.0
+
+
+def test_several_ranks_report_the_time_of_their_collectives(tmp_path, ranks):
+    alone = _collectives(0, 1, str(tmp_path))
+    for seconds in ranks(_collectives, 2, str(tmp_path)):
+        assert seconds["gg"] > 0 == alone["gg"]
+        assert seconds["reduce"] > 0 == alone["reduce"]
+
+
+def _collectives(rank, world, folder):
+    nvme = Path(folder) / f"{world} {rank}"
+    nvme.mkdir(exist_ok=True)
+    model, optimizer = offloaded(config(nvme))
+    train(model, optimizer, 2, rank, world)
+    return zinf.report(model)["seconds"]

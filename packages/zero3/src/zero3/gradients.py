@@ -193,7 +193,7 @@ class Gradients:
     def _finish(self, unit: Unit) -> None:
         """Wait for the unit's reduction and hand the shard to the store."""
         reduction: _Reduction = unit.reducing
-        shard = reduction.wait()
+        shard = self._await(reduction)
         self._in_flight.remove(reduction)
         self._clear_absent(unit)
         for index in reduction.slots:
@@ -202,6 +202,12 @@ class Gradients:
         self._model.store.gradient_arrived(unit, shard)
         self._let_go(unit, reduction)
         self._model.scheduler.gradient_complete(unit)
+
+    def _await(self, reduction: _Reduction) -> Tensor:
+        if self._model.ranks.size == 1:  # nobody to wait for
+            return reduction.wait()
+        with self._model.scheduler.awaiting("reduce", reduction.unit):
+            return reduction.wait()
 
     def _let_go(self, unit: Unit, reduction: _Reduction) -> None:
         unit.reducing = None

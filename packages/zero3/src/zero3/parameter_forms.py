@@ -265,6 +265,13 @@ def is_partitioned(param: Any) -> bool:
     return getattr(param, "_zero3", None) is not None
 
 
+def dtypes_of(param: Tensor, wanted: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of the shard, dtype when gathered) of a parameter, plain or partitioned, where `wanted` is asked for."""
+    unit = slot_of(param).unit if is_partitioned(param) else None
+    master = param.dtype if unit is None or unit.plain else unit.master_dtype
+    return master, wanted if wanted is not None and master.is_floating_point else master
+
+
 def slot_of(param: Any) -> ParamSlot:
     """The slot of a partitioned parameter; TypeError for anything else."""
     slot = getattr(param, "_zero3", None)

@@ -112,10 +112,7 @@ class PartitionedModel:
 
     def dtypes_of(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the shard, dtype when gathered) of a parameter, which may be partitioned already."""
-        unit = parameter_forms.slot_of(param).unit if parameter_forms.is_partitioned(param) else None
-        master = param.dtype if unit is None or unit.plain else unit.master_dtype
-        wanted = self.settings.dtype
-        return master, wanted if wanted is not None and master.is_floating_point else master
+        return parameter_forms.dtypes_of(param, self.settings.dtype)
 
     def add_unit(self, name: str, params: list[tuple[Tensor, list[str]]]) -> Unit:
         """A new unit of parameters that agree in both dtypes. Its shard is adopted by `fill`."""
@@ -185,7 +182,8 @@ class PartitionedModel:
         if unit.state is ParamState.READY:
             return
         if unit.pending is not None:
-            unit.pending()
+            with self.scheduler.awaiting("gather", unit):
+                unit.pending()
             unit.pending = None
         if unit.buffer is not None:
             self._ready[unit.flat.untyped_storage()._cdata] = unit

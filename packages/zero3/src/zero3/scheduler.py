@@ -7,6 +7,7 @@ them ahead. Phase is "forward", "backward" or "access" (somebody touched a param
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 Phase = Literal["forward", "backward", "access"]
+Collective = Literal["gather", "reduce"]
 
 
 class Scheduler(Protocol):
@@ -42,6 +44,9 @@ class Scheduler(Protocol):
 
     def abort(self) -> None:
         """An exception came through: what is in flight must come to rest."""
+
+    def awaiting(self, collective: Collective, unit: Unit) -> AbstractContextManager[None]:
+        """Entered while a collective of `unit` is waited for: whoever takes times may."""
 
 
 class OnDemand:
@@ -72,3 +77,6 @@ class OnDemand:
 
     def abort(self) -> None:
         pass
+
+    def awaiting(self, collective: Collective, unit: Unit) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zero3 import parameter_forms
 from zero3.bandwidth_centric import Partition, offsets_of
+from zero3.parameter_forms import dtypes_of
 from zero3.unit_grouping import Group, group
 
 from .config import Config
@@ -34,7 +33,7 @@ def unit_size(module: nn.Module, config: Config) -> int | str:
     """`config.unit_size`; "auto" gives units of which two fit into device_memory, where parameters are that small."""
     if config.unit_size != "auto" or config.device_memory is None:
         return config.unit_size
-    groups = group(module, "auto", lambda param: _dtypes(param, config))
+    groups = group(module, "auto", lambda param: dtypes_of(param, config.dtype))
     largest = max((_nbytes(one, config, 1, 1) for one in groups), default=0)
     return "auto" if 2 * largest <= config.device_memory else config.device_memory // 2
 
@@ -46,7 +45,7 @@ def check(module: nn.Module, config: Config, shards: int, shard_multiple: int, p
     piece_numel   elements of a shard that the optimizer streams at a time
     on_cpu        the device computes in host memory, so gathered units count there too
     """
-    groups = group(module, unit_size(module, config), lambda param: _dtypes(param, config))
+    groups = group(module, unit_size(module, config), lambda param: dtypes_of(param, config.dtype))
     if not groups:
         return
     need = _need(groups, config, shards, shard_multiple, piece_numel, on_cpu)
@@ -82,13 +81,7 @@ def _nbytes(one: Group, config: Config, shards: int, shard_multiple: int) -> int
     """Bytes of a gathered unit, padding included."""
     params = [param for param, _ in one.params]
     numel = Partition.of(offsets_of(param.numel() for param in params)[1], shards, shard_multiple).padded_numel
-    return numel * _dtypes(params[0], config)[1].itemsize
-
-
-def _dtypes(param: Tensor, config: Config) -> tuple[torch.dtype, torch.dtype]:
-    """(dtype of the shard, dtype when gathered), as PartitionedModel.dtypes_of."""
-    master = param._zero3.unit.master_dtype if parameter_forms.is_partitioned(param) else param.dtype  # type: ignore[attr-defined]
-    return master, config.dtype if master.is_floating_point else master
+    return numel * dtypes_of(params[0], config.dtype)[1].itemsize
 
 
 def _kib(nbytes: int) -> str:

@@ -84,7 +84,7 @@ def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedMode
 
 
 def _unlike_kinds(engine: OffloadEngine, slot: ParamSlot, record: UnitRecord) -> list[str]:
-    for kind, dtype in unit_states.value_kinds(slot.unit).items():
+    for kind, dtype in unit_states.value_kinds(slot.unit.dtype).items():
         saved = record.kinds.get(kind)
         if saved is None or DTYPES[saved.dtype] is not dtype:
             return [f"{slot.name} was saved as {record.kinds['param'].dtype}, the model trains in {slot.unit.dtype}"]

@@ -154,7 +154,7 @@ def _lay_out(engine: OffloadEngine, machinery: PartitionedModel) -> tuple[list[U
 
 def saved_kinds(engine: OffloadEngine, unit: Unit) -> dict[str, torch.dtype]:
     """Kinds of state that a checkpoint holds of `unit` -> dtype."""
-    return unit_states.update_kinds(unit) if engine.has_moments(unit) else unit_states.value_kinds(unit)
+    return unit_states.update_kinds(unit.dtype) if engine.has_moments(unit) else unit_states.value_kinds(unit.dtype)
 
 
 def _step(engine: OffloadEngine, slot: ParamSlot) -> int | None:

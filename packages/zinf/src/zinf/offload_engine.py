@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zero3.buffer_pool import PooledBuffer
 from zero3.partition_model import model_of
 from zero3.partitioned_model import PartitionedModel
 from zero3.shard_store import ShardStore
@@ -89,17 +90,18 @@ class OffloadEngine(ShardStore):
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
         self._numbers[unit] = self.tiers.number()
-        nbytes = unit.shard_numel * unit_states.bytes_per_parameter(unit, unit.trainable)
+        kinds = unit_states.update_kinds(unit.dtype) if unit.trainable else unit_states.value_kinds(unit.dtype)
+        nbytes = unit.shard_numel * sum(dtype.itemsize for dtype in kinds.values())
         if nbytes <= self._resident_left:
             self._resident_left -= nbytes
             self._resident.add(unit)
-        for kind, dtype in unit_states.value_kinds(unit).items():
+        for kind, dtype in unit_states.value_kinds(unit.dtype).items():
             self.tier(unit, kind).create(self.key(unit, kind), unit.shard_numel, dtype)
         self._put_values(unit, shard, 0)
 
     def forget(self, unit: Unit) -> None:
         if unit in self._numbers:
-            for kind in (*unit_states.update_kinds(unit), "grad"):
+            for kind in (*unit_states.update_kinds(unit.dtype), "grad"):
                 self.tier(unit, kind).free(self.key(unit, kind))
             del self._numbers[unit]
             self.drop_gradient(unit)
@@ -122,18 +124,8 @@ class OffloadEngine(ShardStore):
     def _read_through_host(self, tier: Tier, key: Key, out: Tensor) -> Wait:
         """nc then cg: the drive fills pinned host memory, a copy brings it to the device."""
         buffer = self.tiers.host_pool.take(out.nbytes, str(key))
-        staging = buffer.flat(out.numel(), out.dtype)
-        arrived = tier.start_read(key, staging)
-
-        def wait() -> None:
-            nonlocal staging
-            arrived()
-            with self.tiers.spans.running("cg", str(key)):
-                out.copy_(staging)
-            del staging
-            self.tiers.host_pool.give_back(buffer)
-
-        return wait
+        arrived = tier.start_read(key, buffer.flat(out.numel(), out.dtype))
+        return _ThroughHost(self.tiers, key, arrived, buffer, out)
 
     def before_use(self, unit: Unit) -> None:
         if self.updates is not None:
@@ -202,15 +194,14 @@ class OffloadEngine(ShardStore):
 
     def _values(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Master values [start, stop) of the shard, on the CPU; a copy. `start` is a multiple of PIECE."""
-        parts = {
-            kind: self.read(unit, kind, dtype, start, stop) for kind, dtype in unit_states.value_kinds(unit).items()
-        }
-        return unit_states.join(unit, parts)
+        kinds = unit_states.value_kinds(unit.dtype)
+        parts = {kind: self.read(unit, kind, dtype, start, stop) for kind, dtype in kinds.items()}
+        return unit_states.join(unit.dtype, parts)
 
     def _put_values(self, unit: Unit, values: Tensor, first: int) -> None:
         """Keep master values from element `first` (a multiple of PIECE) on."""
         for start, stop in pieces(values.numel()):
-            parts = unit_states.split(unit, values[start:stop].to("cpu"))
+            parts = unit_states.split(unit.dtype, values[start:stop].to("cpu"))
             for kind, part in parts.items():
                 self.tier(unit, kind).start_write(self.key(unit, kind), part, first + start)()
 
@@ -305,7 +296,7 @@ class OffloadEngine(ShardStore):
     def waiting_dtype(self, unit: Unit) -> torch.dtype:
         if self.optimizer is None:  # torch's own optimizers want the gradient in the dtype of the values they update
             return unit.master_dtype
-        return unit_states.grad_dtype(unit, unit in self._sums)
+        return unit_states.grad_dtype(unit.dtype, unit in self._sums)
 
     def will_accumulate(self, units: Iterable[Unit]) -> None:
         """Gradients of `units` are sums of several micro-batches: they wait in float32 from the first on."""
@@ -337,6 +328,25 @@ class OffloadEngine(ShardStore):
             names["grads"] = self.tier_name(unit, "grad")
             names["optimizer"] = self.tier_name(unit, "exp_avg")
         return names
+
+
+class _ThroughHost(Wait):
+    """A read into host memory, and the copy from there to the device."""
+
+    __slots__ = ("_arrived", "_buffer", "_key", "_out", "_tiers")
+
+    def __init__(self, tiers: TierSet, key: Key, arrived: Wait, buffer: PooledBuffer, out: Tensor):
+        super().__init__()
+        self._tiers, self._key, self._arrived, self._buffer, self._out = tiers, key, arrived, buffer, out
+
+    def __call__(self) -> None:
+        self._arrived()
+        with self._tiers.spans.running("cg", str(self._key)):
+            self._out.copy_(self._buffer.flat(self._out.numel(), self._out.dtype))
+        self._tiers.host_pool.give_back(self._buffer)
+
+    def done(self) -> bool:
+        return self._arrived.done()
 
 
 def engine_of(model: nn.Module) -> tuple[OffloadEngine, PartitionedModel]:

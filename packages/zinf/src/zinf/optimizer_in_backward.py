@@ -26,11 +26,9 @@ class UpdateInBackward(UpdateInStep):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._finished_backwards = 0
-        self._gradients_came = False
-        self._updated = False
         self._abort_message: str | None = None
         self._used_up: set[Unit] = set()  # their gradients of this step are gone
+        self._begin_anew()
 
     @property
     def _last_backward(self) -> bool:
@@ -104,6 +102,10 @@ class UpdateInBackward(UpdateInStep):
                 slot.has_grad = False
         for unit in self.model.units:
             unit.replays = 0  # a checkpoint whose loss was thrown away runs no more
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """No backward of the next step has run."""
         self._used_up.clear()
         self._finished_backwards = 0
         self._gradients_came = self._updated = False
@@ -131,9 +133,7 @@ class UpdateInBackward(UpdateInStep):
 
     def forget(self) -> None:
         super().forget()
-        self._used_up.clear()
-        self._finished_backwards = 0
-        self._gradients_came = self._updated = False
+        self._begin_anew()
         self._abort_message = None
 
 

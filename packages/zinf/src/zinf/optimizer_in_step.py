@@ -106,10 +106,8 @@ class UpdateInStep:
 
     def forget(self) -> None:
         """All states are about to be replaced by a checkpoint's: nothing is owed."""
-        self.stream.forget_expected()
-        self.stream.drain()
+        self.stream.come_to_rest()
 
     def settle(self) -> None:
         """Nothing is owed, nothing on its way: all states are on their tiers."""
-        self.stream.forget_expected()
-        self.stream.drain()
+        self.stream.come_to_rest()

@@ -144,7 +144,7 @@ class OptimizerStream:
 
     def _bring_late(self, piece: Piece, loaded: _Loaded, param_in: Tensor | None) -> None:
         """What was not read ahead: out of memory where it is at hand, else from its tier."""
-        for kind in self._read_late & loaded.foreign & unit_states.read_kinds(piece.unit):
+        for kind in self._read_late & loaded.foreign & unit_states.read_kinds(piece.unit.dtype):
             if kind == "param" and param_in is not None:
                 loaded.states[kind].copy_(param_in[piece.start : piece.stop])
             else:
@@ -165,7 +165,7 @@ class OptimizerStream:
 
     def _foreign(self, unit: Unit) -> dict[str, torch.dtype]:
         """Kinds that host code cannot use where they lie."""
-        kinds = unit_states.update_kinds(unit)
+        kinds = unit_states.update_kinds(unit.dtype)
         return {kind: dtype for kind, dtype in kinds.items() if self._engine.in_place(unit, kind) is None}
 
     def in_place(self, unit: Unit) -> bool:
@@ -179,7 +179,7 @@ class OptimizerStream:
         engine, unit = self._engine, piece.unit
         foreign = self._foreign(unit)
         states = {}
-        for kind in unit_states.update_kinds(unit):
+        for kind in unit_states.update_kinds(unit.dtype):
             if kind not in foreign:
                 states[kind] = engine.in_place(unit, kind)[piece.start : piece.stop]  # type: ignore[index]
         if not foreign:
@@ -192,7 +192,7 @@ class OptimizerStream:
             nbytes = piece.numel * dtype.itemsize
             states[kind] = buffer.storage[offset : offset + nbytes].view(dtype)
             offset += nbytes
-            if kind in unit_states.read_kinds(unit) - self._read_late:
+            if kind in unit_states.read_kinds(unit.dtype) - self._read_late:
                 loaded.arriving.append(self._start_read(piece, kind, states[kind]))
         return loaded
 
@@ -224,6 +224,11 @@ class OptimizerStream:
         if loaded.buffer is not None:
             self._in_use -= loaded.buffer.nbytes
             self._pool.give_back(loaded.buffer)
+
+    def come_to_rest(self) -> None:
+        """Nothing is read ahead, and all writes are on their tiers."""
+        self.forget_expected()
+        self.drain()
 
     def drain(self) -> None:
         """All writes are on their tiers."""

@@ -26,6 +26,7 @@ from .prefetcher import Prefetcher
 from .scarce_memory import spare_memory_if_scarce
 from .tier_set import TierSet, check_directories, free_space, sharers
 from .tiers.nvme import PIECE
+from .unit_states import state_bytes
 
 _TIMEOUT = 300.0  # seconds that a rank waits for the others
 
@@ -85,8 +86,9 @@ def _partition(
     shards = ranks.size if "optimizer" in config.shard else 1
     trained = sum(param.numel() for param in module.parameters() if param.requires_grad) // shards
     frozen = sum(param.numel() for param in module.parameters() if not param.requires_grad) // shards
-    width = config.dtype.itemsize
-    placement = Placement.of(config, device, trained * width, trained * 16 + frozen * width)
+    nbytes = state_bytes(config.dtype)
+    states = trained * (nbytes["params"] + nbytes["optimizer"]) + frozen * nbytes["params"]
+    placement = Placement.of(config, device, trained * nbytes["grads"], states)
     _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme))
     budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     engine = OffloadEngine(config, placement, tiers)
@@ -99,14 +101,11 @@ def _partition(
 
 def _check_space(config: Config, placement: Placement, trained: int, frozen: int, on_drive: int) -> None:
     """Every byte that training will write must have room before it begins; `on_drive` ranks write as much."""
-    width = config.dtype.itemsize
-    needed = 0
+    nbytes = state_bytes(config.dtype)
+    tiers = {"params": placement.params, "grads": placement.grads, "optimizer": placement.optimizer}
+    needed = sum(trained * nbytes[kind] for kind, tier in tiers.items() if tier == "nvme")
     if placement.params == "nvme":
-        needed += (trained + frozen) * width
-    if placement.optimizer == "nvme":
-        needed += trained * (8 + {2: 2, 4: 0}[width] + (2 if config.dtype is torch.float16 else 0))
-    if placement.grads == "nvme":
-        needed += trained * width
+        needed += frozen * nbytes["params"]
     needed = (needed - placement.resident) * on_drive
     free = free_space(config.nvme) if config.nvme else 0
     if needed > 0 and needed > free:

@@ -8,12 +8,13 @@ that came unexpected is simply fetched: a miss costs one wait, never a wrong res
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 
 import torch
 
 from zero3.partitioned_model import PartitionedModel
-from zero3.scheduler import Phase
+from zero3.scheduler import Collective, Phase
 from zero3.unit import Unit
 from zero3.unit_state import ParamState
 
@@ -93,6 +94,9 @@ class Prefetcher:
         if self._engine.updates is not None:
             self._engine.updates.aborted()
 
+    def awaiting(self, collective: Collective, unit: Unit) -> AbstractContextManager[None]:
+        return self._spans.running("gg" if collective == "gather" else "reduce", unit.name)
+
     # -- stages ----------------------------------------------------------------------------------------------
 
     def _start_read(self, unit: Unit) -> None:
@@ -114,10 +118,7 @@ class Prefetcher:
         self._start_read(unit)
         with self._spans.running("stall", unit.name):
             self._model.start_gather(unit)
-            if unit.pending is not None:
-                with self._spans.running("gg", unit.name):
-                    self._model.finish_gather(unit)
-        self._model.finish_gather(unit)
+            self._model.finish_gather(unit)
 
     def _read_ahead(self) -> None:
         if not self.enabled:

@@ -59,10 +59,10 @@ class Spans:
             self._listeners.remove(listener)
 
 
-def covered(spans: list[Span], stage: str) -> float:
-    """Seconds in which at least one span of `stage` ran: overlapping ones count once."""
+def covered(spans: list[Span], *stages: str) -> float:
+    """Seconds in which at least one span of one of `stages` ran: what overlaps counts once."""
     total, end = 0.0, float("-inf")
-    for span in sorted((span for span in spans if span.stage == stage), key=lambda span: span.start):
+    for span in sorted((span for span in spans if span.stage in stages), key=lambda span: span.start):
         if span.stop > end:
             total += span.stop - max(span.start, end)
             end = span.stop

@@ -57,7 +57,9 @@ class Reporter:
 
     def _make(self, model: PartitionedModel, spans: list[Span], seconds: float, reset: bool = True) -> dict[str, Any]:
         scheduler = model.scheduler
-        measured = {stage: covered(spans, stage) for stage in ("nc", "cg", "gg", "reduce", "optimizer", "stall")}
+        measured = {stage: covered(spans, stage) for stage in ("nc", "cg", "gg", "reduce", "optimizer")}
+        # An update may run while a unit is waited for (ahead of its use): that time is the optimizer's, not lost.
+        measured["stall"] = covered(spans, "stall", "reduce", "optimizer") - measured["optimizer"]
         measured["compute"] = max(seconds - measured["stall"] - measured["optimizer"], 0.0)
         measured["step"] = seconds
         moved = self._bytes(reset)
@@ -67,7 +69,7 @@ class Reporter:
             "peak": self._peak(model),
             "prefetch": {"hits": scheduler.hits, "misses": scheduler.misses},
             "placement": self._placement(model),
-            "limit": self._limit(model, measured, moved, covered(spans, "write")),
+            "limit": self._limit(model, measured, covered(spans, "nc", "write")),
             "io": self._io(),
         }
         if reset:
@@ -103,12 +105,15 @@ class Reporter:
             "host": kept + tiers.host_pool.nbytes,
         }
 
-    def _limit(self, model: PartitionedModel, seconds: dict[str, float], moved: dict[str, Any], writing: float) -> dict:
-        """Seconds that each resource needs at least for such a step, at the rates that it showed."""
+    def _limit(self, model: PartitionedModel, seconds: dict[str, float], drive: float) -> dict[str, float]:
+        """Seconds that each resource needs at least for such a step, at the rates that it showed.
+
+        drive   in which a read or a write was on its way
+        """
         trained = sum(unit.shard_numel * _ADAM_BYTES.get(unit.dtype, 0) for unit in model.units if unit.trainable)
         return {
             "compute": seconds["compute"],
-            "drive": seconds["nc"] + writing if moved["nvme_read"] + moved["nvme_written"] else 0.0,
+            "drive": drive,
             "link": seconds["cg"] + seconds["gg"],
             "memory": trained / memory_bandwidth(),
         }

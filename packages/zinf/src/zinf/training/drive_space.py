@@ -10,15 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zinf.config import PRESETS
-from zinf.training.settings import TrainSettings
-
-# Bytes of one parameter of each kind as zinf keeps them. In bf16 the optimizer keeps both moments and the low half of
-# the fp32 weight, whose high half is the parameter itself; in fp16 the fp32 weight is separate.
-STATE_BYTES = {
-    "bf16": {"params": 2, "grads": 2, "optimizer": 10},
-    "fp16": {"params": 2, "grads": 2, "optimizer": 12},
-    "fp32": {"params": 4, "grads": 4, "optimizer": 8},
-}
+from zinf.training.settings import DTYPES, TrainSettings
+from zinf.unit_states import state_bytes
 
 
 def check_space(settings: TrainSettings, numel: int, *, hosts: int) -> None:
@@ -27,7 +20,7 @@ def check_space(settings: TrainSettings, numel: int, *, hosts: int) -> None:
     Each of `hosts` machines keeps its share of the states, spread evenly over its directories. A checkpoint is written
     before the oldest of the `keep` is removed.
     """
-    nbytes = STATE_BYTES[settings.dtype]
+    nbytes = state_bytes(DTYPES[settings.dtype])
     tiers = PRESETS.get(settings.preset, {})  # an unknown preset is zinf.Config's to refuse
     swapped = sum(nbytes[kind] for kind in nbytes if tiers.get(kind) == "nvme") * numel
     checkpoints = min(settings.keep + 1, -(-settings.steps // (settings.save_every or settings.steps)))

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import zero3
 import zinf
-from zinf.training.drive_space import STATE_BYTES
 from zinf.training.loop import Outcome
 from zinf.training.sampling import printable
+from zinf.training.settings import DTYPES
+from zinf.unit_states import state_bytes
 
 PAPER_BYTES_PER_PARAMETER = 20  # fp16 weight 2, fp16 gradient 2, fp32 moments 8, weight 4, gradient 4: section 3
 
@@ -108,13 +109,13 @@ def _files(outcome: Outcome) -> str:
 
 def _states_by_tier(outcome: Outcome) -> dict[str, tuple[int, list[str]]]:
     """Bytes of the model states that rest on each tier, over all ranks, and of which kinds they are."""
-    state_bytes = STATE_BYTES[outcome.run.settings.dtype]
+    bytes_of = state_bytes(DTYPES[outcome.run.settings.dtype])
     nbytes: Counter[str] = Counter()
     kinds: dict[str, dict[str, None]] = {}  # a dict keeps the order in which kinds were seen
     placement = zinf.report(outcome.run.model)["placement"]
     for unit in zero3.units(outcome.run.model):
         for kind, tier in placement[unit.slots[0].name].items():
-            nbytes[tier] += state_bytes[kind] * unit.numel
+            nbytes[tier] += bytes_of[kind] * unit.numel
             kinds.setdefault(tier, {})[kind] = None
     return {tier: (nbytes[tier], list(kinds[tier])) for tier in nbytes}
 
