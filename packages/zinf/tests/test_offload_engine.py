@@ -103,7 +103,7 @@ def test_two_optimizers_of_one_model_are_refused(nvme):
 
 
 def test_a_read_for_another_device_passes_through_host_memory(nvme):
-    """The meta device stands for one that the drive cannot reach: the bytes arrive in the pool, and it is given back."""
+    """The meta device stands for one that the drive cannot reach: the bytes arrive in the pool, which gets it back."""
     model, _ = offloaded(config(nvme))
     store, unit = model._zero3_model.store, zero3.units(model)[0]
     pool = store.tiers.host_pool
