@@ -14,6 +14,7 @@ from zero3_testing import (
     assert_same,
     full_gradients,
     gradients_of,
+    pair,
     parts,
     state_of,
     train_plain,
@@ -21,13 +22,6 @@ from zero3_testing import (
 )
 
 import zero3
-
-
-def pair(make, **arguments):
-    torch.manual_seed(3)
-    plain = make()
-    torch.manual_seed(3)
-    return plain, zero3.shard(make(), **arguments)
 
 
 @pytest.mark.parametrize(

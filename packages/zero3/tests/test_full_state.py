@@ -15,6 +15,7 @@ from zero3_testing import (
     adamw,
     assert_same,
     full_gradients,
+    pair,
     parts,
     plain_gradients,
     state_of,
@@ -27,13 +28,6 @@ from zero3 import full_state
 
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 every_store = pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
-
-
-def pair(make, **arguments):
-    torch.manual_seed(3)
-    plain = make()
-    torch.manual_seed(3)
-    return plain, zero3.shard(make(), **arguments)
 
 
 @every_model

@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from zero3_models import Perceptron, SmallGPT
-from zero3_testing import DistantStore, assert_same, at_rest, state_of, train_plain, train_sharded
+from zero3_testing import DistantStore, assert_same, at_rest, pair, state_of, train_plain, train_sharded
 
 import zero3
-
-
-def pair(make, **arguments):
-    torch.manual_seed(3)
-    plain = make()
-    torch.manual_seed(3)
-    return plain, zero3.shard(make(), **arguments)
-
 
 every_store = pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
 

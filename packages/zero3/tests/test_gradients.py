@@ -17,19 +17,13 @@ from zero3_testing import (
     at_rest,
     full_gradients,
     gradients_of,
+    pair,
     parts,
     plain_gradients,
     state_of,
 )
 
 import zero3
-
-
-def pair(make, **arguments):
-    torch.manual_seed(3)
-    plain = make()
-    torch.manual_seed(3)
-    return plain, zero3.shard(make(), **arguments)
 
 
 def one_and_two(ranks, function, *args):

@@ -17,7 +17,6 @@ from zero3_testing import (
 )
 
 import zero3
-from zero3.buffer_pool import BufferPool
 from zero3.shard_store import InMemoryStore
 
 STORES = {"distant": DistantStore, "in memory": lambda: InMemoryStore(torch.device("cpu"))}
@@ -30,19 +29,6 @@ def built_twice(make):
     plain = make()
     torch.manual_seed(3)
     return plain, make()
-
-
-@pytest.fixture
-def poison(monkeypatch):
-    """Gathered memory is filled with NaN when it is given back: a view that outlived its unit shows."""
-    give_back = BufferPool.give_back
-
-    def poisoning(self, buffer):
-        if not buffer.viewed_elsewhere():
-            buffer.storage.fill_(255)
-        give_back(self, buffer)
-
-    monkeypatch.setattr(BufferPool, "give_back", poisoning)
 
 
 @every_model

@@ -17,32 +17,18 @@ from zero3_testing import (
     at_rest,
     full_gradients,
     gradients_of,
+    pair,
     train_plain,
     train_sharded,
 )
 
 import zero3
-from zero3.buffer_pool import BufferPool
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Gathered memory is filled with NaN when it is given back: a view that outlived its unit shows."""
-    give_back = BufferPool.give_back
-
-    def poisoning(self, buffer):
-        if not buffer.viewed_elsewhere():
-            buffer.storage.fill_(255)
-        give_back(self, buffer)
-
-    monkeypatch.setattr(BufferPool, "give_back", poisoning)
-
-
-def pair(make, **arguments):
-    torch.manual_seed(3)
-    plain = make()
-    torch.manual_seed(3)
-    return plain, zero3.shard(make(), store=DistantStore(), **arguments)
+def distant_pair(make, **arguments):
+    return pair(make, store=DistantStore(), **arguments)
 
 
 class Views(Regression):
@@ -66,19 +52,19 @@ VIEWS = [Views, CustomFunction, MODELS["Recurrent"], MODELS["Convolutional"], MO
 
 @pytest.mark.parametrize("make", VIEWS)
 def test_views_of_weights(make):
-    plain, model = pair(make, unit_size=1)
+    plain, model = distant_pair(make, unit_size=1)
     assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
 
 
 def test_several_forwards_before_one_backward():
-    plain, model = pair(Views)
+    plain, model = distant_pair(Views)
     for one in (plain, model):
         sum(one.loss(one.data(step)) for step in range(3)).backward()
     assert_same(full_gradients(model), gradients_of(plain))
 
 
 def test_a_forward_whose_backward_never_comes():
-    plain, model = pair(SmallGPT)
+    plain, model = distant_pair(SmallGPT)
     for one in (plain, model):
         one.loss(one.data(0))
         kept = one.loss(one.data(1))
@@ -88,7 +74,7 @@ def test_a_forward_whose_backward_never_comes():
 
 
 def test_retain_graph():
-    plain, model = pair(Views)
+    plain, model = distant_pair(Views)
     for one in (plain, model):
         loss = one.loss(one.data(0))
         loss.backward(retain_graph=True)
@@ -97,7 +83,7 @@ def test_retain_graph():
 
 
 def test_backward_of_inputs_only():
-    plain, model = pair(Views)
+    plain, model = distant_pair(Views)
     x = plain.data(0)
     grads = []
     for one in (plain, model):
@@ -139,7 +125,7 @@ def test_checkpointing_with_frozen_weights_and_adapters(reentrant, adapters):
         def data(step, size=4):
             return random(step, size, 5, 16)
 
-    plain, model = pair(Model)
+    plain, model = distant_pair(Model)
     frozen = {name: p.clone() for name, p in plain.named_parameters() if not p.requires_grad}
     state = train_sharded(model, 3)[1]
     assert_same(state, train_plain(plain, 3)[1])
@@ -169,13 +155,13 @@ def test_checkpointing_that_calls_forward_directly():
         def data(step, size=4):
             return random(step, size, 5, 16)
 
-    plain, model = pair(Model)
+    plain, model = distant_pair(Model)
     assert_same(train_sharded(model, 3)[1], train_plain(plain, 3)[1])
     assert at_rest(model)
 
 
 def test_a_checkpoint_around_the_whole_model():
-    plain, model = pair(SmallGPT)
+    plain, model = distant_pair(SmallGPT)
     for one in (plain, model):
         checkpoint(one.loss, one.data(0), use_reentrant=False).backward()
     assert_same(full_gradients(model), gradients_of(plain))
@@ -191,7 +177,7 @@ def test_a_checkpoint_around_several_layers_and_one_inside():
             x = checkpoint(both, x, use_reentrant=False)
             return self.layers[3](torch.tanh(self.layers[2](x)))
 
-    plain, model = pair(Nested)
+    plain, model = distant_pair(Nested)
     assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
 
 
@@ -219,7 +205,7 @@ def test_the_users_own_saved_tensor_hooks_are_called(inside):
         calls.append("unpack")
         return torch.from_numpy(array)
 
-    plain, model = pair(Hooked)
+    plain, model = distant_pair(Hooked)
     for one in (plain, model):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             one.loss(one.data(0)).backward()
@@ -231,7 +217,7 @@ def test_the_users_own_saved_tensor_hooks_are_called(inside):
 
 def test_nothing_of_the_weights_is_kept_alive_by_the_graph():
     """The memory of a unit is reused although a graph that will use the unit exists."""
-    _, model = pair(Perceptron, unit_size=1)
+    _, model = distant_pair(Perceptron, unit_size=1)
     losses = [model.loss(model.data(step)) for step in range(4)]
     pool = model._zero3_model.pool
     assert pool.retired_nbytes == 0
@@ -241,7 +227,7 @@ def test_nothing_of_the_weights_is_kept_alive_by_the_graph():
 
 
 def test_the_graph_dies_with_its_loss():
-    _, model = pair(Perceptron)
+    _, model = distant_pair(Perceptron)
     gc.disable()
     try:
 
@@ -266,13 +252,13 @@ def test_an_illegal_change_of_an_activation_is_still_found():
             y.mul_(2)
             return self.layers[1](y)
 
-    _, model = pair(Illegal)
+    _, model = distant_pair(Illegal)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.loss(model.data(0)).backward()
 
 
 def test_backward_after_the_weights_have_changed_is_an_error():
-    _, model = pair(Perceptron)
+    _, model = distant_pair(Perceptron)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     early = model.loss(model.data(0))
     model.loss(model.data(1)).backward()
@@ -283,7 +269,7 @@ def test_backward_after_the_weights_have_changed_is_an_error():
 
 @pytest.mark.parametrize("change", ["gathered", "load", "in place"])
 def test_so_it_is_whatever_changed_them(change):
-    _, model = pair(Perceptron)
+    _, model = distant_pair(Perceptron)
     state = dict(model.state_dict())
     early = model.loss(model.data(0))
     if change == "gathered":
@@ -299,7 +285,7 @@ def test_so_it_is_whatever_changed_them(change):
 
 
 def test_a_change_of_another_parameter_is_no_harm():
-    plain, model = pair(Perceptron, unit_size="1GiB")
+    plain, model = distant_pair(Perceptron, unit_size="1GiB")
     for one in (plain, model):
         early = one.layers[0](one.layers[1](one.data(0))).sum()
         with torch.no_grad():
@@ -324,12 +310,12 @@ def test_weights_that_forward_itself_rewrites_before_using_them(through_data):
                 x = torch.tanh(layer(x))
             return x
 
-    plain, model = pair(Masked)
+    plain, model = distant_pair(Masked)
     assert_same(train_sharded(model, 3)[1], train_plain(plain, 3)[1])
 
 
 def test_double_backward_is_refused_with_the_units_name():
-    _, model = pair(Perceptron)
+    _, model = distant_pair(Perceptron)
     x = model.data(0).requires_grad_()
     (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=False)
     assert grad.abs().sum() > 0
@@ -339,7 +325,7 @@ def test_double_backward_is_refused_with_the_units_name():
 
 def test_a_weight_kept_by_the_caller_keeps_its_values():
     """A view of a gathered weight that is held on to is not overwritten by the next unit."""
-    plain, model = pair(Perceptron, unit_size=1)
+    plain, model = distant_pair(Perceptron, unit_size=1)
     kept, wanted = [], [layer.weight[:3].detach().clone() for layer in plain.layers]
     for layer in model.layers:
         layer.register_forward_hook(lambda layer, *_: kept.append(layer.weight.detach()[:3]))
@@ -349,7 +335,7 @@ def test_a_weight_kept_by_the_caller_keeps_its_values():
 
 
 def test_amp_autocast_keeps_copies_of_weights():
-    plain, model = pair(Perceptron)
+    plain, model = distant_pair(Perceptron)
     for one in (plain, model):
         with torch.autocast("cpu", torch.bfloat16):
             loss = one.loss(one.data(0)) + one.loss(one.data(1))

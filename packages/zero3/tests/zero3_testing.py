@@ -1,19 +1,11 @@
-"""What the tests of this package share: a store that is never resident, plain training, and several ranks."""
+"""What the tests of this package share: a store that is never resident, and plain training."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import os
-import socket
-import sys
-import traceback
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import zero3
 from zero3.shard_store import InMemoryStore
 
 
@@ -27,6 +19,14 @@ class DistantStore(InMemoryStore):
 
     def resident(self, unit):
         return None
+
+
+def pair(make, **arguments):
+    """(plain model, the same one partitioned): equal values to begin with."""
+    torch.manual_seed(3)
+    plain = make()
+    torch.manual_seed(3)
+    return plain, zero3.shard(make(), **arguments)
 
 
 def parts(data, world):
@@ -135,93 +135,3 @@ def full_gradients(model):
         dist.all_reduce(whole)
         full[name] = whole.view(slot.shape)
     return full
-
-
-# -- several ranks --------------------------------------------------------------------------------------------
-
-
-def _load(path, name):
-    """A function of a test file; the file need not be importable by name."""
-    sys.path[:0] = [str(Path(path).parent)]
-    try:
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-        if not hasattr(module, name):
-            spec.loader.exec_module(module)
-    finally:
-        del sys.path[0]
-    return getattr(module, name)
-
-
-def _serve(rank, world, port, pipe):
-    """One rank: runs what comes through `pipe` until None comes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-    pipe.send("ready")
-    while (work := pipe.recv()) is not None:
-        path, name, args = work
-        torch.manual_seed(0)
-        try:
-            pipe.send(("ok", _load(path, name)(rank, world, *args)))
-        except BaseException:
-            pipe.send(("failed", traceback.format_exc()))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class RankPool:
-    """`world` processes that run one function after the other; one that failed or hung is never used again."""
-
-    def __init__(self, world):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            self.pipes.append(ours)
-            self.processes.append(context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True))
-            self.processes[-1].start()
-        assert all(pipe.poll(120) and pipe.recv() == "ready" for pipe in self.pipes), "ranks did not start"
-
-    def run(self, function, args, timeout):
-        for pipe in self.pipes:
-            pipe.send((inspect.getfile(function), function.__name__, args))
-        answers = [
-            pipe.recv() if pipe.poll(timeout) else ("hung", f"still ran after {timeout} s") for pipe in self.pipes
-        ]
-        faults = [f"rank {rank} {state}:\n{text}" for rank, (state, text) in enumerate(answers) if state != "ok"]
-        return [value for _, value in answers], faults
-
-    def close(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-class RankPools:
-    """Pools of ranks by their number, kept for the whole test session: starting a process costs seconds."""
-
-    def __init__(self):
-        self._pools = {}
-
-    def run(self, function, world, *args, timeout=60, fresh=False):
-        """Results of `function(rank, world, *args)` of every rank; the first failures' text is raised.
-
-        fresh   the function leaves its group broken (a rank that never comes): nobody uses these processes again
-        """
-        pool = self._pools.pop(world, None) or RankPool(world)
-        values, faults = pool.run(function, args, timeout)
-        if faults or fresh:
-            pool.close()
-        else:
-            self._pools[world] = pool
-        assert not faults, "\n".join(faults)
-        return values
-
-    def close(self):
-        for pool in self._pools.values():
-            pool.close()

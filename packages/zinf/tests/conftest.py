@@ -1,63 +1,10 @@
-"""Fixtures of this package. Test files are imported one by one, so what they share is put on the path here."""
+"""Test files are imported one by one, so what they share is put on the path here; its fixtures are everybody's."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
-import pytest
-import torch
+sys.path.insert(0, str(Path(__file__).parent))
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from zinf_ranks import RankPools
-from zinf_testing import run_script
-
-# A shell starts background jobs with SIGINT ignored, and their children inherit that: the tests send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session")
-def _pools():
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def ranks(_pools):
-    """Run `function(rank, world, *args)` on `world` gloo ranks; returns the results; failures' text wins."""
-    return _pools.run
-
-
-@pytest.fixture(autouse=True)
-def _same_seed_one_thread():
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # small models; several processes share the cores
-
-
-@pytest.fixture
-def nvme(tmp_path):
-    """A directory for the tier nvme."""
-    folder = tmp_path / "nvme"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Units of a few thousand elements stream in several pieces, as large ones do."""
-    for module in ("zinf.tiers.nvme", "zinf.offload_engine", "zinf.durable_save"):
-        monkeypatch.setattr(f"{module}.PIECE", 4096)
-
-
-@pytest.fixture
-def run_python(tmp_path):
-    """Run a script in a fresh interpreter, in tmp_path; returns what it printed. See zinf_testing.run_script."""
-
-    def run(script: str, *arguments, **options) -> str:
-        return run_script(script, *arguments, folder=tmp_path, **options)
-
-    return run
+from zinf_fixtures import *  # noqa: F403
