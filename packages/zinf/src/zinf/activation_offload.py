@@ -70,7 +70,7 @@ def checkpoint_blocks(module: nn.Module) -> None:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1:
             for block in child:
                 # The module's hooks (gather, release) stay outside; only what they enclose runs again.
-                block.forward = functools.partial(checkpoint, block.forward)  # type: ignore[method-assign]
+                block.forward = functools.partial(checkpoint, block.forward)
 
 
 @contextmanager

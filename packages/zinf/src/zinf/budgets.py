@@ -31,11 +31,12 @@ class _Need:
 
 def unit_size(module: nn.Module, config: Config) -> int | str:
     """`config.unit_size`; "auto" gives units of which two fit into device_memory, where parameters are that small."""
-    if config.unit_size != "auto" or config.device_memory is None:
+    device_memory = config.budget("device_memory")
+    if config.unit_size != "auto" or device_memory is None:
         return config.unit_size
     groups = group(module, "auto", lambda param: dtypes_of(param, config.dtype))
     largest = max((_nbytes(one, config, 1, 1) for one in groups), default=0)
-    return "auto" if 2 * largest <= config.device_memory else config.device_memory // 2
+    return "auto" if 2 * largest <= device_memory else device_memory // 2
 
 
 def check(module: nn.Module, config: Config, shards: int, shard_multiple: int, piece_numel: int, on_cpu: bool) -> None:
@@ -52,8 +53,8 @@ def check(module: nn.Module, config: Config, shards: int, shard_multiple: int, p
     too_small = [
         f"{setting}={_kib(needed)!r} (now {_kib(given)!r})"
         for setting, needed, given in (
-            ("device_memory", need.device_memory, config.device_memory),
-            ("host_memory", need.host_memory, config.host_memory),
+            ("device_memory", need.device_memory, config.budget("device_memory")),
+            ("host_memory", need.host_memory, config.budget("host_memory")),
         )
         if given is not None and given < needed
     ]
@@ -70,7 +71,7 @@ def _need(
     largest = max(groups, key=lambda one: _nbytes(one, config, shards, shard_multiple))
     nbytes = _nbytes(largest, config, shards, shard_multiple)
     param, names = max(largest.params, key=lambda entry: entry[0].numel())
-    gathered = max(nbytes, config.device_memory or 0)
+    gathered = max(nbytes, config.budget("device_memory") or 0)
     streamed = min(nbytes // config.dtype.itemsize // shards, piece_numel) * _STATE_BYTES
     waiting = 3 * nbytes // shards if config.grads == "nvme" else 0  # two on their way out, one being read
     host = streamed + waiting + (gathered + nbytes if on_cpu else nbytes // shards)

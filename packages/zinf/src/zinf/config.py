@@ -80,12 +80,10 @@ class Config:
 
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        paths = [self.nvme] if isinstance(self.nvme, str | os.PathLike) else list(self.nvme)
-        set_field("nvme", tuple(os.fspath(path) for path in paths))
+        set_field("nvme", self.nvme_dirs)
         set_field("shard", tuple(self.shard))
         for name in ("device_memory", "host_memory", "resident"):
-            if getattr(self, name) is not None:
-                set_field(name, _size(name, getattr(self, name)))
+            set_field(name, self.budget(name))
         if self.unit_size != "auto":
             set_field("unit_size", _size("unit_size", self.unit_size))
         self._check()
@@ -139,6 +137,17 @@ class Config:
             if change not in known:
                 raise ConfigError(f"unknown setting {change!r}: choose from {', '.join(sorted(known))}")
         return cls(**{**PRESETS[name], **changes})
+
+    def budget(self, name: str) -> int | None:
+        """`device_memory`, `host_memory` or `resident` in bytes; None: to be found out."""
+        value = getattr(self, name)
+        return None if value is None else _size(name, value)
+
+    @property
+    def nvme_dirs(self) -> tuple[str, ...]:
+        """Directories for the tier `nvme`."""
+        paths = [self.nvme] if isinstance(self.nvme, str | os.PathLike) else self.nvme
+        return tuple(os.fspath(path) for path in paths)
 
     def replace(self, **changes: Any) -> Config:
         """A copy with `changes`."""

@@ -39,15 +39,12 @@ def full_state(param: Tensor) -> dict[str, Any]:
     slot, engine = _slot(param)
     _settle(slot, engine)
     state: dict[str, Any] = {"param": _whole(slot, engine.master(slot.unit).float())}
-    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state
+    counters = _counters(slot, engine)
+    numel = slot.unit.shard_numel
     for kind in MOMENTS:
-        shard = (
-            engine.read(slot.unit, kind, torch.float32, 0, slot.unit.shard_numel)
-            if trained
-            else torch.zeros(slot.unit.shard_numel)
-        )
+        shard = torch.zeros(numel) if counters is None else engine.read(slot.unit, kind, torch.float32, 0, numel)
         state[kind] = _whole(slot, shard)
-    state["step"] = engine.optimizer.state[slot.param]["step"] if trained else 0
+    state["step"] = 0 if counters is None else counters["step"]
     return state
 
 
@@ -64,8 +61,8 @@ def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /,
     given = {name: value for name, value in {**(state or {}), **changes}.items() if value is not None}
     _check(slot, given)
     _settle(slot, engine)
-    trained = engine.has_moments(slot.unit) and slot.param in engine.optimizer.state  # type: ignore[union-attr]
-    if not trained and given.keys() - {"param"}:
+    counters = _counters(slot, engine)
+    if counters is None and given.keys() - {"param"}:
         raise RuntimeError(f"{slot.name} has no optimizer states: make a zinf.AdamW with it first")
     unit = slot.unit
     if "param" in given:
@@ -73,8 +70,8 @@ def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /,
     for kind in MOMENTS:
         if kind in given:
             _replace(engine, slot, kind, _own_part(slot, given[kind]))
-    if "step" in given:
-        engine.optimizer.state[slot.param]["step"] = int(given["step"])  # type: ignore[union-attr]
+    if counters is not None and "step" in given:
+        counters["step"] = int(given["step"])
     unit.model.values_changed(unit)
 
 
@@ -84,6 +81,13 @@ def _check(slot: ParamSlot, given: Mapping[str, Any]) -> None:
             raise TypeError(f"{name!r} is no state of a parameter: it has 'param', 'exp_avg', 'exp_avg_sq' and 'step'")
         if name != "step" and tuple(value.shape) != tuple(slot.shape):
             raise ValueError(f"{name} of {slot.name}: shape {tuple(value.shape)}, expected {tuple(slot.shape)}")
+
+
+def _counters(slot: ParamSlot, engine: OffloadEngine) -> dict[str, Any] | None:
+    """What the optimizer counts of a parameter; None when it has no moments."""
+    if engine.optimizer is None or not engine.has_moments(slot.unit):
+        return None
+    return engine.optimizer.state.get(slot.param)
 
 
 def _slot(param: Tensor) -> tuple[ParamSlot, OffloadEngine]:

@@ -58,7 +58,7 @@ class OffloadEngine(ShardStore):
         self._resident: set[Unit] = set()
         self._sums: set[Unit] = set()  # units that accumulate: their gradient waits in float32 from then on
         self._waiting: set[Unit] = set()  # units with a gradient that waits
-        self._grad_writes: list[tuple[Wait, object]] = []
+        self._grad_writes: list[tuple[Wait, PooledBuffer]] = []
         self._looked_at: dict[Unit, tuple[Tensor, int]] = {}  # gradients that user code has: tensor, version when read
         self._with_moments: set[Unit] = set()
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
@@ -274,7 +274,7 @@ class OffloadEngine(ShardStore):
         wait, buffer = self._grad_writes.pop(0)
         wait()
         del wait
-        self.tiers.host_pool.give_back(buffer)  # type: ignore[arg-type]
+        self.tiers.host_pool.give_back(buffer)
 
     def settle_gradients(self) -> None:
         """Every gradient that goes to a drive is there, with what user code has changed of it."""

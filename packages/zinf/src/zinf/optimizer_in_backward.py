@@ -49,8 +49,8 @@ class UpdateInBackward(UpdateInStep):
         self._updated = True
         settings = self.optimizer.settings_of(unit)
         self.optimizer.count_step(unit, settings)
-        at_hand = unit.state is ParamState.READY and unit.flat.device.type == "cpu"  # type: ignore[union-attr]
-        gathered = unit.own_slice(unit.flat) if at_hand else None  # type: ignore[arg-type]
+        at_hand = unit.state is ParamState.READY and unit.flat.device.type == "cpu"
+        gathered = unit.own_slice(unit.flat) if at_hand else None
         self.update(unit, settings, self.optimizer.pending_factor, gradient, param_in=gathered)
         for slot in unit.slots:
             slot.has_grad = False

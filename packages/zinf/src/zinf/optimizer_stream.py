@@ -268,7 +268,8 @@ def _runs(piece: Piece, settings: SlotSettings) -> list[_Run]:
 def _adam(unit: Unit, states: Mapping[str, Tensor], grad: Tensor, run: _Run, grad_scale: float) -> None:
     part = {kind: tensor[run.start : run.stop] for kind, tensor in states.items()}
     first = run.segments[0][2]
-    param, extra = part["param"], {}
+    param = part["param"]
+    extra: dict[str, Any] = {}
     if "remainder" in part:
         extra["param_lo"] = part["remainder"]
     elif "master" in part:

@@ -41,9 +41,9 @@ def init(config: Config) -> Iterator[None]:
     settings = _settings(config)
     ranks = Ranks(config.group, _TIMEOUT)
     device = default_device()
-    check_directories(config.nvme)
+    check_directories(config.nvme_dirs)
     spare_memory_if_scarce()
-    tiers = TierSet(device, config.nvme, config.checksum)
+    tiers = TierSet(device, config.nvme_dirs, config.checksum)
 
     def store_while_building(_: torch.device) -> ShardStore:
         placement = Placement.of(config.replace(resident=0), device, grad_bytes=0, state_bytes=0)
@@ -65,9 +65,9 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     device = device_of(model)
-    check_directories(config.nvme)
+    check_directories(config.nvme_dirs)
     spare_memory_if_scarce()
-    tiers = TierSet(device, config.nvme, config.checksum)
+    tiers = TierSet(device, config.nvme_dirs, config.checksum)
     try:
         _partition(model, config, Ranks(config.group, _TIMEOUT), _settings(config), tiers, device)
     except BaseException:
@@ -89,7 +89,7 @@ def _partition(
     nbytes = state_bytes(config.dtype)
     states = trained * (nbytes["params"] + nbytes["optimizer"]) + frozen * nbytes["params"]
     placement = Placement.of(config, device, trained * nbytes["grads"], states)
-    _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme))
+    _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme_dirs))
     budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     engine = OffloadEngine(config, placement, tiers)
     settings = replace(settings, unit_size=budgets.unit_size(module, config))
@@ -107,9 +107,9 @@ def _check_space(config: Config, placement: Placement, trained: int, frozen: int
     if placement.params == "nvme":
         needed += frozen * nbytes["params"]
     needed = (needed - placement.resident) * on_drive
-    free = free_space(config.nvme) if config.nvme else 0
+    free = free_space(config.nvme_dirs) if config.nvme_dirs else 0
     if needed > 0 and needed > free:
         raise ConfigError(
-            f"the training state needs {needed / 1e9:.2f} GB on nvme, but {', '.join(config.nvme)} "
+            f"the training state needs {needed / 1e9:.2f} GB on nvme, but {', '.join(config.nvme_dirs)} "
             f"has {free / 1e9:.2f} GB free: free some, name another directory, or add a drive"
         )

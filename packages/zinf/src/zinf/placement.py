@@ -35,17 +35,21 @@ class Placement:
 
         grad_bytes   of all gradients of this rank; state_bytes: of its parameters and optimizer states on nvme.
         """
-        host = config.host_memory if config.host_memory is not None else int(available_memory() * _HOST_PART)
-        if config.device_memory is not None:
-            device_memory = config.device_memory
-        elif device.type == "cpu":
+        given = {name: config.budget(name) for name in ("device_memory", "host_memory", "resident")}
+        host = given["host_memory"]
+        if host is None:
+            host = int(available_memory() * _HOST_PART)
+        device_memory = given["device_memory"]
+        if device_memory is None and device.type == "cpu":
             device_memory = int(host * _DEVICE_PART_OF_HOST)
-        else:
+        elif device_memory is None:
             device_memory = int(torch.accelerator.get_memory_info(device)[0] * _HOST_PART)
         grads = config.grads or _grads_tier(config, grad_bytes, host)
         waiting = grad_bytes if grads == "cpu" else 0
         left_over = max(host - waiting - (device_memory if device.type == "cpu" else 0), 0)
-        resident = config.resident if config.resident is not None else min(left_over, state_bytes)
+        resident = given["resident"]
+        if resident is None:
+            resident = min(left_over, state_bytes)
         in_place = config.params == "device" or (config.params == "cpu" and device.type == "cpu")
         return cls(config.params, grads, config.optimizer, device_memory, host, resident, in_place)
 

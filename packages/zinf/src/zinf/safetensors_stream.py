@@ -90,7 +90,7 @@ class _Writer:
     def elements(self, part: Tensor) -> None:
         """The next elements of the current tensor."""
         self._left -= part.nbytes
-        self._open.write(memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[union-attr]
+        self._open.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)  # type: ignore[union-attr]
 
     def finish(self) -> int:
         """Give the files their names; returns the bytes of the tensors."""

@@ -25,7 +25,8 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again.
     ValueError for shapes that do not fit.
     """
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight: Tensor = head.weight  # type: ignore[assignment]
+    bias: Tensor | None = getattr(head, "bias", None)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != targets.shape:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do "

@@ -64,8 +64,8 @@ class NvmeTier:
         return self._engine.backend
 
     @property
-    def direct(self) -> bool:
-        """Whether transfers pass the page cache by."""
+    def direct(self) -> bool | None:
+        """Whether transfers pass the page cache by; None before the first."""
         return self._engine.direct
 
     def take_traffic(self) -> Traffic:
