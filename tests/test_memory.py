@@ -60,7 +60,7 @@ import sys, torch, zinf
 from torch import nn
 sizes = {"resident": 0, "host_memory": "96MiB", "unit_size": "4MiB"}
 cfg = zinf.Config.preset("inf-nvme", nvme=[sys.argv[1]], grads="nvme", **sizes)
-torch.ones(8, 8) @ torch.ones(8, 8)
+torch.optim.SGD([nn.Parameter(torch.ones(8, 8) @ torch.ones(8, 8))])  # what torch itself loads and sets up once
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
@@ -72,9 +72,14 @@ print(peak() - before)
 """
 
 
+# Blocks of this size and more get a mapping of their own and go back when they are freed, so that the kernel's count is
+# of what is held, and not of what glibc keeps in its heap for later (up to 40 MB here, different in each run).
+HELD = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
 def test_building_a_model_takes_no_more_memory_than_a_layer_and_the_pool(nvme, run_python):
     """64 layers of 1 million parameters: 256 MB in float32, never there at once."""
-    small, large = (int(run_python(BUILT, nvme, layers, timeout=120)) for layers in (16, 64))
+    few, many = (int(run_python(BUILT, nvme, layers, environment=HELD, timeout=120)) for layers in (16, 64))
     layer = 4_000_000
-    assert large <= small + 4 * layer
-    assert large < 64 * layer / 2
+    assert many <= few + layer
+    assert many < 64 * layer / 6

@@ -100,9 +100,7 @@ def test_a_tensor_its_transpose_a_slice_and_an_expanded_view_keep_apart(nvme, dt
         return torch.autograd.grad(loss, [square, row])
 
     model = zinf.shard(nn.Linear(8, 8), config(nvme, activations="nvme"))
-    for ours, plain in zip(
-        gradients(zinf.offload_saved(model)), gradients(contextlib.nullcontext()), strict=True
-    ):
+    for ours, plain in zip(gradients(zinf.offload_saved(model)), gradients(contextlib.nullcontext()), strict=True):
         assert torch.equal(ours, plain)
 
 

@@ -123,11 +123,14 @@ def largest_difference(one, other) -> float:
     return (one.detach().double() - other.detach().double()).abs().max().item() if one.numel() else 0.0
 
 
-def run_script(script: str, *arguments, folder, forbid=(), timeout: float = 60, fails: bool = False) -> str:
+def run_script(
+    script: str, *arguments, folder, forbid=(), environment=(), timeout: float = 60, fails: bool = False
+) -> str:
     """Run a script in a fresh interpreter, in `folder`, with this package's helpers on its path; returns its output.
 
-    forbid   system calls that answer an error there: "io_uring_setup=EPERM" (see forbidden_calls.py)
-    fails    an exit status other than 0 is expected; stdout and stderr are returned together
+    forbid        system calls that answer an error there: "io_uring_setup=EPERM" (see forbidden_calls.py)
+    environment   variables set for it, beside this process's own
+    fails         an exit status other than 0 is expected; stdout and stderr are returned together
     """
     prelude = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
     if forbid:
@@ -135,7 +138,8 @@ def run_script(script: str, *arguments, folder, forbid=(), timeout: float = 60, 
     done = subprocess.run(
         [sys.executable, "-c", prelude + textwrap.dedent(script), *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as in the tests themselves: torch's sums depend on it
+        # One thread, as in the tests themselves: torch's sums depend on it.
+        env={**os.environ, "OMP_NUM_THREADS": "1", **dict(environment)},
         capture_output=True,
         text=True,
         timeout=timeout,

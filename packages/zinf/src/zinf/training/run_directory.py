@@ -60,10 +60,20 @@ def set_aside_earlier_run(out: Path) -> Path | None:
 
 
 def _make(path: Path) -> list[Path]:
-    missing = []
+    """Makes `path` and the parents it lacks; returns those that were made here, outermost first.
+
+    The ranks of a run make the same ones at the same time: each is made by one, and only that one takes it back.
+    """
+    missing, made = [], []
     while not path.exists():
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        directory.mkdir()
-    return missing[::-1]
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            if not directory.is_dir():
+                raise
+        else:
+            made.append(directory)
+    return made
