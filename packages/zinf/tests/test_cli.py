@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,8 +16,10 @@ from safetensors.torch import load_file
 from zinf.cli import main
 from zinf.models.gpt import GPT
 from zinf.models.model_names import parse_model
-from zinf.training.text_data import TextData, read_text, validation_batches
+from zinf.training.text_source import read_text
+from zinf.training.token_data import TokenData, validation_batches
 
+BUILTIN = TokenData.from_tokens(np.frombuffer(read_text("builtin"), dtype=np.uint8))
 SMALL = ("--model", "gpt:layers=2,hidden=32,heads=2", "--batch", "4", "--seq", "32", "--dtype", "fp32", "--lr", "1e-3")
 QUICK = ("--validation-batches", "1", "--sample-length", "8")
 
@@ -209,7 +212,7 @@ def test_the_timeline_and_metrics_lie_where_they_are_wanted(tmp_path):
         (("--model", "gpt:layers=1000,hidden=10000,heads=10"), "too little space"),
         (("--model", "gpt:layers=2,hidden=32,heads=3"), "no multiple of heads"),
         (("--model", "gpt:layers=2,hidden=32,heads=2,vocab=100"), "vocab >= 256"),
-        (("--model", "."), "directory"),
+        (("--model", "."), "no config.json"),
         (("--preset", "zero9"), "zero9"),
         (("--batch", "0"), "--batch"),
         (("--accumulate", "3"), "multiple of 3"),
@@ -280,7 +283,7 @@ def test_exported_weights_give_a_plain_model_the_validation_loss_of_the_run(six_
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing == ["head.weight"]  # tied to the embedding, which is there
     assert not unexpected
-    ((tokens, targets),) = validation_batches(TextData.from_bytes(read_text("builtin")), batches=1, batch=4, seq=32)
+    ((tokens, targets),) = validation_batches(BUILTIN, batches=1, batch=4, seq=32)
     assert f"{model(tokens, targets).item():.4f} after 6 steps" in found.stdout
 
 

@@ -1,5 +1,6 @@
 """The GPT against torch's own Transformer, and its widened products against plain ones."""
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from zinf.models import widened_linear
 from zinf.models.gpt import GPT, GPTConfig
-from zinf.models.model_names import parse_model
+from zinf.models.model_names import parse_model, parse_sizes
 
 SMALL = GPTConfig(layers=2, hidden=24, heads=3, vocab=50, positions=16)
 
@@ -138,6 +139,10 @@ def test_names_that_are_no_model_are_refused_in_words(name, words):
         parse_model(name, positions=8)
 
 
-def test_a_directory_is_refused_with_what_is_accepted(tmp_path):
-    with pytest.raises(ValueError, match=r"directory.*gpt:layers"):
-        parse_model(str(tmp_path), positions=8)
+def test_sizes_of_a_directory_are_those_of_its_configuration(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json does not say num_hidden_layers"):
+        parse_sizes(str(tmp_path), positions=8)
+    config = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parse_sizes(str(tmp_path), positions=8) == {"layers": 30, "hidden": 576, "heads": 9}
+    assert parse_sizes("gpt2-124m", positions=8) == {"layers": 12, "hidden": 768, "heads": 12}

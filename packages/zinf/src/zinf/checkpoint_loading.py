@@ -18,6 +18,7 @@ from . import unit_states
 from .checkpoint_extra import give_tensors
 from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
 from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord
+from .companion_files import from_tensors
 from .durable_save import buffers, saved_kinds, settle
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
@@ -41,6 +42,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
         _match_groups(manifest, optimizer)
         random_state = _random_state(manifest, machinery.ranks.rank)
         extra = give_tensors(manifest.extra, tensors)
+        companions = from_tensors(tensors)
     if optimizer is not None:
         optimizer.forget()
     settle(engine, machinery)
@@ -55,6 +57,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     _load_optimizer(manifest, optimizer, places, engine)
     if random_state is not None:
         torch.set_rng_state(random_state)
+    engine.companions = companions or engine.companions
     engine.newest_checkpoint = str(path)
     return extra
 

@@ -29,6 +29,7 @@ from . import unit_states
 from .checkpoint_extra import take_tensors
 from .checkpoint_files import checkpoints
 from .checkpoint_format import DTYPES, KindRecord, Manifest, OptimizerRecord, SlotRecord, UnitRecord
+from .companion_files import to_tensors
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
 from .rank_failures import together
@@ -79,7 +80,7 @@ def save(
         final = root / layout.folder_name(number)
         with together(machinery, "finishing the checkpoint"):
             if ranks.rank == 0:
-                nbytes = nbytes * _files(machinery) + _finish(beside, final, model, optimizer, extra, units, machinery)
+                nbytes = nbytes * _files(machinery) + _finish(beside, final, model, optimizer, extra, units)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -182,10 +183,11 @@ def _finish(
     optimizer: AdamW | None,
     extra: Any,
     units: list[UnitRecord],
-    machinery: PartitionedModel,
 ) -> int:
     """Rank 0: the small tensors, the manifest, and the name. Returns the bytes written."""
+    engine, machinery = engine_of(model)
     tensors = {f"buffer.{name}": buffer for name, buffer in buffers(model)}
+    tensors |= to_tensors(engine.companions)
     plain_extra = take_tensors(extra, "extra", tensors)
     blob = save_tensors({name: _copy(tensor) for name, tensor in tensors.items()})
     _write_synced(beside / layout.TENSORS, blob)

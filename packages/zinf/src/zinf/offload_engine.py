@@ -21,6 +21,7 @@ from zero3.shard_store import ShardStore
 from zero3.unit import Unit
 
 from . import unit_states
+from .companion_files import Companions
 from .config import Config
 from .placement import Placement
 from .step_report import Reporter
@@ -64,7 +65,7 @@ class OffloadEngine(ShardStore):
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
         self.reporter = Reporter(self)
         self.newest_checkpoint: str | None = None
-        self.pretrained_from: str | None = None  # the folder that load_pretrained read
+        self.companions: Companions = {}  # configuration, tokenizer, ... that the model's weights came with
 
     # -- where things lie ------------------------------------------------------------------------------------
 

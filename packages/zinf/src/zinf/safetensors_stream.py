@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero3 import full_state as zero3_full_state
@@ -26,6 +25,7 @@ from zero3 import gathered, parameter_forms
 
 from . import checkpoint_files
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord
+from .companion_files import from_tensors, read_companions, write_companions
 from .errors import CheckpointError
 from .offload_engine import engine_of
 
@@ -161,7 +161,7 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
     """Write the model's parameters and buffers to `dir` as safetensors; returns the bytes of the tensors. Collective.
 
     Values are those that the model computes with, in their dtype. A tied parameter is written under its first name.
-    If the model came from `load_pretrained`, its configuration and tokenizer files are copied too. OSError from
+    If the model came from `load_pretrained`, its configuration and tokenizer files are written too. OSError from
     the drive; then the files have not got their names.
     """
     engine, machinery = engine_of(model)
@@ -184,7 +184,7 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
                 writer.begin(name)
                 writer.elements(buffer)
             writer.finish()
-            _copy_companions(engine.pretrained_from, Path(dir))
+            write_companions(engine.companions, Path(dir), (entry.dtype for entry in entries))
     except BaseException:
         if writer is not None:
             writer.discard()
@@ -195,7 +195,8 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
 def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> int:
     """Write a checkpoint's parameters and buffers to `dir` as safetensors, without building the model.
 
-    Returns the bytes of the tensors. CheckpointError names what is damaged.
+    The configuration and tokenizer files that the model came with are written too. Returns the bytes of the tensors.
+    CheckpointError names what is damaged.
     """
     path = checkpoint_files.find(checkpoint)
     manifest = checkpoint_files.read_manifest(path)
@@ -214,7 +215,9 @@ def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> 
         for name, buffer in buffers.items():
             writer.begin(name)
             writer.elements(buffer)
-        return writer.finish()
+        nbytes = writer.finish()
+        write_companions(from_tensors(tensors), Path(dir), (entry.dtype for entry in entries))
+        return nbytes
     except BaseException:
         writer.discard()
         raise
@@ -223,15 +226,6 @@ def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> 
 def _param_dtype(unit: UnitRecord) -> torch.dtype:
     record: KindRecord = unit.kinds["param"]
     return DTYPES[record.dtype]
-
-
-def _copy_companions(source: str | None, folder: Path) -> None:
-    """Configuration, tokenizer and the like of the folder that the model came from."""
-    if source is None or Path(source).resolve() == folder.resolve():
-        return
-    for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".txt", ".model") and path.name != INDEX:
-            shutil.copyfile(path, folder / path.name)
 
 
 # -- reading --------------------------------------------------------------------------------------------------
@@ -252,7 +246,7 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
     with contextlib.ExitStack() as stack:
         source = _Folder(Path(dir), stack, _aliases(model))
         result = zero3_full_state.load_from(model, source, strict)
-    engine.pretrained_from = os.fspath(dir)
+    engine.companions = read_companions(Path(dir))
     return result
 
 
@@ -272,8 +266,7 @@ class _Folder:
         opened = {}
         for name, file in _weight_map(folder):
             if file not in opened:
-                handle = stack.enter_context(safe_open(str(folder / file), framework="pt"))
-                opened[file] = zero3_full_state.SafetensorsFile(handle)
+                opened[file] = zero3_full_state.SafetensorsFile(stack.enter_context(_opened(folder / file)))
             if name not in opened[file].names:
                 raise CheckpointError(f"{folder / file} lacks {name!r}, which the index places there")
             self._files[name] = opened[file]
@@ -308,6 +301,13 @@ def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
         return
     if not (folder / SINGLE).is_file():
         raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    with safe_open(str(folder / SINGLE), framework="pt") as file:
+    with _opened(folder / SINGLE) as file:
         names = list(file.keys())
     yield from ((name, SINGLE) for name in names)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error

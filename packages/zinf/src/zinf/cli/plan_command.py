@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from zinf.cli.command_group import BadInput
-from zinf.models.model_names import BUILTIN_MODEL, parse_model
+from zinf.models.model_names import BUILTIN_MODEL, parse_sizes
 from zinf.planner.cluster import MACHINES, Machine
 from zinf.planner.estimate import Workload, estimate
 
@@ -67,8 +67,7 @@ def _sizes(layers: int | None, hidden: int | None, heads: int | None, model: str
     given = {"layers": layers, "hidden": hidden, "heads": heads}
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        config = parse_model(model or BUILTIN_MODEL, positions=seq)
-        return {"layers": config.layers, "hidden": config.hidden, "heads": config.heads}
+        return parse_sizes(model or BUILTIN_MODEL, positions=seq)
     if model or missing:
         raise ValueError("give either --model, or all of --layers, --hidden and --heads")
     return {name: value for name, value in given.items() if value is not None}

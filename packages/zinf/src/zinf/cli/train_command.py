@@ -16,8 +16,9 @@ from zinf.training.progress import display_for
 from zinf.training.ranks import Ranks
 from zinf.training.settings import DTYPES, TrainSettings
 from zinf.training.summary import peak_process_bytes, summarize
-from zinf.training.text_data import BUILTIN
+from zinf.training.text_source import BUILTIN
 
+_LR_FROM_SCRATCH, _LR_FINE_TUNING = 5e-4, 2e-5
 _POSITIVE = click.IntRange(min=1)
 _NOT_NEGATIVE = click.IntRange(min=0)
 _DIRECTORY = click.Path(path_type=Path)  # ours to check: one clear line for each fault, on every rank
@@ -25,9 +26,18 @@ _FILE = click.Path(path_type=Path)
 
 
 @click.command
-@click.option("--data", default=BUILTIN, metavar="FILE|builtin", help="Text to train on, read as bytes.")
 @click.option(
-    "--model", default=BUILTIN_MODEL, metavar="NAME", help="gpt2-124m, or gpt:layers=L,hidden=H,heads=A[,vocab=V]."
+    "--data",
+    default=BUILTIN,
+    metavar="FILE|builtin",
+    help='Text to train on. For a directory as model, FILE.jsonl may hold a "text" or "messages" a line.',
+)
+@click.option(
+    "--model",
+    default=BUILTIN_MODEL,
+    metavar="NAME|DIR",
+    help="gpt2-124m, or gpt:layers=L,hidden=H,heads=A[,vocab=V], trained from scratch on bytes; or a directory in "
+    "Hugging Face's layout, fine-tuned on its own tokens (needs zinf[hf]).",
 )
 @click.option("--preset", default="inf-nvme", help="Where each kind of state lies: a preset of zinf.Config.")
 @click.option(
@@ -38,8 +48,13 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--steps", default=120, type=_POSITIVE, help="Optimizer steps in all, those of a resumed run included.")
 @click.option("--batch", default=4, type=_POSITIVE, help="Sequences a step, over all ranks and micro-batches together.")
-@click.option("--seq", default=128, type=_POSITIVE, help="Bytes a sequence.")
-@click.option("--lr", default=5e-4, type=click.FloatRange(min=0, min_open=True), help="Learning rate after warm-up.")
+@click.option("--seq", default=128, type=_POSITIVE, help="Tokens a sequence; bytes, for a GPT by name.")
+@click.option(
+    "--lr",
+    default=None,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Learning rate after warm-up.  [default: 5e-4 from scratch, 2e-5 for a directory]",
+)
 @click.option("--warmup", default=20, type=_NOT_NEGATIVE, help="Steps in which the learning rate rises.")
 @click.option(
     "--decay",
@@ -100,9 +115,9 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--trace", default=None, type=_FILE, metavar="FILE", help="Timeline of the steps, for Perfetto.")
 @click.option("--validation-batches", default=8, type=_POSITIVE, help="Batches of held-out text to validate with.")
-@click.option("--sample-length", default=120, type=_NOT_NEGATIVE, help="Bytes to sample from the trained model.")
+@click.option("--sample-length", default=120, type=_NOT_NEGATIVE, help="Tokens to sample from the trained model.")
 def train(**flags: Any) -> None:
-    """Train a GPT on text, with its states where the preset puts them.
+    """Train a language model on text, with its states where the preset puts them.
 
     The first nine tenths of the text are trained on, the last tenth is held out. Under torchrun this is one rank of
     several; the batch is the same and is shared out.
@@ -126,8 +141,12 @@ def train(**flags: Any) -> None:
 
 
 def _typed(flags: dict[str, Any]) -> dict[str, Any]:
-    overlap = flags["overlap_optimizer"]
-    return {**flags, "overlap_optimizer": False if overlap == "false" else overlap}
+    overlap, lr = flags["overlap_optimizer"], flags["lr"]
+    return {
+        **flags,
+        "overlap_optimizer": False if overlap == "false" else overlap,
+        "lr": lr or (_LR_FINE_TUNING if Path(flags["model"]).is_dir() else _LR_FROM_SCRATCH),
+    }
 
 
 def _by_rank(ranks: Ranks, text: str) -> str:

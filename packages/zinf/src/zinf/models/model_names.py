@@ -1,7 +1,8 @@
-"""The names of models that the command line understands: "gpt2-124m", "gpt:layers=4,hidden=768,heads=12"."""
+"""The names of models that the command line understands: "gpt2-124m", "gpt:layers=4,hidden=768,heads=12", a folder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from zinf.models.gpt import GPTConfig
@@ -28,8 +29,6 @@ def parse_model(name: str, *, positions: int) -> GPTConfig:
         layers, hidden, heads = _GPT2_SIZES[name]
         return GPTConfig(layers=layers, hidden=hidden, heads=heads, vocab=_GPT2_VOCAB,
                          positions=max(positions, _GPT2_POSITIONS))  # fmt: skip
-    if Path(name).is_dir():
-        raise ValueError(f"model {name!r} is a directory, which this version cannot read: give {accepted_models()}")
     family, colon, sizes = name.partition(":")
     if family != "gpt" or not colon:
         raise ValueError(f"model {name!r} is not known: give {accepted_models()}")
@@ -43,9 +42,29 @@ def parse_model(name: str, *, positions: int) -> GPTConfig:
     )
 
 
+def parse_sizes(name: str, *, positions: int) -> dict[str, int]:
+    """{"layers", "hidden", "heads"} of a model by name, or of a directory in Hugging Face's layout.
+
+    Raises ValueError where a name or a configuration does not say.
+    """
+    if not Path(name).is_dir():
+        config = parse_model(name, positions=positions)
+        return {"layers": config.layers, "hidden": config.hidden, "heads": config.heads}
+    path = Path(name) / "config.json"
+    try:
+        given = json.loads(path.read_bytes())
+        return {size: int(given[key]) for size, key in _HUGGING_FACE_SIZES.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        keys = ", ".join(_HUGGING_FACE_SIZES.values())
+        raise ValueError(f"{path} does not say {keys}: {error!r}") from error
+
+
+_HUGGING_FACE_SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+
+
 def accepted_models() -> str:
     """What `parse_model` accepts, in words."""
-    return f"one of {', '.join(_GPT2_SIZES)}, or gpt:layers=L,hidden=H,heads=A[,vocab=V]"
+    return f"one of {', '.join(_GPT2_SIZES)}, or gpt:layers=L,hidden=H,heads=A[,vocab=V], or a directory"
 
 
 def _parse_sizes(name: str, text: str) -> dict[str, int]:

@@ -19,9 +19,8 @@ from zinf.training.ranks import Ranks
 from zinf.training.run_directory import new_directories, set_aside_earlier_run
 from zinf.training.sampling import sample
 from zinf.training.settings import TrainSettings
-from zinf.training.text_data import training_batch
+from zinf.training.token_data import training_batch
 
-PROMPT_LENGTH = 64  # bytes of the validation text that the sample continues
 TEMPERATURE = 0.7
 
 
@@ -48,8 +47,8 @@ class Outcome:
     run: Run
     records: list[dict[str, Any]]  # the metrics of each step taken now
     validation_after: float
-    prompt: bytes
-    sample: bytes  # the model's continuation of the prompt
+    prompt: str
+    sample: str  # the model's continuation of the prompt
     checkpoint: zinf.SaveResult | None  # None: no step was left to take, the newest checkpoint stands
 
 
@@ -62,7 +61,7 @@ def train(settings: TrainSettings, inputs: Inputs, ranks: Ranks, display: Displa
     with contextlib.ExitStack() as stack:
         stack.enter_context(new_directories(settings.out, *settings.swap_directories))
         run = prepare(settings, inputs, ranks)
-        display.note(f"{settings.model}: {inputs.config.numel:,} parameters, preset {settings.preset}")
+        display.note(f"{settings.model}: {inputs.task.numel:,} parameters, preset {settings.preset}")
         if settings.resume:
             display.note(_resumed_from(run))
         metrics = None
@@ -77,12 +76,15 @@ def train(settings: TrainSettings, inputs: Inputs, ranks: Ranks, display: Displa
             display.note(f"validation loss before: {run.validation_before:.4f}")
         records, checkpoint = _take_steps(run, metrics, display)
         validation_after = evaluate(run)
-        prompt = inputs.data.validation[:PROMPT_LENGTH].tobytes()
-        text = sample(
-            run.model, prompt, length=settings.sample_length, context=settings.seq,
+        task = inputs.task
+        prompt = task.data.validation[: task.prompt_length].tolist()
+        tokens = sample(
+            task, run.model, prompt, length=settings.sample_length, context=settings.seq,
             temperature=TEMPERATURE, seed=settings.seed, device=ranks.device,
         )  # fmt: skip
-        return Outcome(run, records, validation_after, prompt, text, checkpoint)
+        text = task.text_of([*prompt, *tokens])
+        start = len(task.text_of(prompt))
+        return Outcome(run, records, validation_after, text[:start], text[start:], checkpoint)
 
 
 @torch.no_grad()
@@ -90,7 +92,8 @@ def evaluate(run: Run) -> float:
     """Mean loss over the fixed validation batches and all ranks, in nats a token. Collective."""
     run.model.eval()
     losses = [
-        run.model(run.ranks.part(tokens), run.ranks.part(targets)).item() for tokens, targets in run.inputs.validation
+        run.inputs.task.loss(run.model, run.ranks.part(tokens), run.ranks.part(targets)).item()
+        for tokens, targets in run.inputs.validation
     ]
     run.model.train()
     return run.ranks.mean(sum(losses) / len(losses))
@@ -128,7 +131,7 @@ def _train_step(run: Run) -> dict[str, Any]:
     settings, ranks = run.settings, run.ranks
     started = time.perf_counter()
     tokens, targets = training_batch(
-        run.inputs.data, seed=settings.seed, step=run.step, batch=settings.batch, seq=settings.seq
+        run.inputs.task.data, seed=settings.seed, step=run.step, batch=settings.batch, seq=settings.seq
     )
     micro_batches = zip(
         ranks.part(tokens).chunk(settings.accumulate),
@@ -137,7 +140,7 @@ def _train_step(run: Run) -> dict[str, Any]:
     )
     losses = []
     for micro_tokens, micro_targets in micro_batches:
-        loss = run.model(micro_tokens, micro_targets)
+        loss = run.inputs.task.loss(run.model, micro_tokens, micro_targets)
         losses.append(loss.detach())
         loss = loss / settings.accumulate
         if settings.dtype == "fp16":

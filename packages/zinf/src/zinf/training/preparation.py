@@ -13,14 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import zinf
 from zinf.checkpoint_files import checkpoints
 from zinf.errors import ZinfError
-from zinf.models.gpt import GPT, GPTConfig
-from zinf.models.model_names import BYTE_VOCAB, parse_model
 from zinf.training.drive_space import check_space
 from zinf.training.faults import CannotStart, describe
 from zinf.training.ranks import Ranks
 from zinf.training.run_directory import check_writable
 from zinf.training.settings import DTYPES, TrainSettings, lr_factor
-from zinf.training.text_data import TextData, check_sizes, read_text, validation_batches
+from zinf.training.task import Task, open_task
+from zinf.training.token_data import check_sizes, validation_batches
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1  # of matrices; biases and norms are not decayed
@@ -30,8 +29,7 @@ WEIGHT_DECAY = 0.1  # of matrices; biases and norms are not decayed
 class Inputs:
     """What the settings name, read and checked before anything is built."""
 
-    config: GPTConfig
-    data: TextData
+    task: Task
     validation: list[tuple[Tensor, Tensor]]  # tokens and targets of all ranks, each (batch, seq) int64
 
 
@@ -57,7 +55,7 @@ def read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
     inputs, fault = None, None
     try:
         inputs = _read_inputs(settings, ranks)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CannotStart) as error:
         fault = describe(error)
     fault = ranks.first_fault(fault)
     if inputs is None or fault:
@@ -73,7 +71,7 @@ def prepare(settings: TrainSettings, inputs: Inputs, ranks: Ranks) -> Run:
     try:
         torch.manual_seed(settings.seed)
         with zinf.init(_zinf_config(settings)):
-            model = GPT(inputs.config)
+            model = inputs.task.build()
         optimizer = zinf.AdamW(
             [
                 {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
@@ -86,17 +84,14 @@ def prepare(settings: TrainSettings, inputs: Inputs, ranks: Ranks) -> Run:
         )
         scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, warmup=settings.warmup, decay=settings.decay))
         run = Run(settings, ranks, inputs, model, optimizer, scheduler)
-        if settings.resume:
-            _resume(run)
+        if not (settings.resume and _resume(run)):
+            inputs.task.load_weights(model)
     except (ZinfError, OSError) as error:
         raise CannotStart(describe(error)) from error
     return run
 
 
 def _read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
-    config = parse_model(settings.model, positions=settings.seq)
-    if config.vocab < BYTE_VOCAB:
-        raise ValueError(f"text is read as bytes, which needs vocab >= {BYTE_VOCAB}, not {config.vocab}")
     settings.check_divisible(ranks.count)
     for directory in settings.nvme:
         check_writable(directory)
@@ -106,11 +101,11 @@ def _read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
             raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
     if settings.out.exists():
         check_writable(settings.out)
-    check_space(settings, config.numel, hosts=ranks.hosts)
-    data = TextData.from_bytes(read_text(settings.data))
-    check_sizes(data, batch=settings.batch, seq=settings.seq)
-    validation = validation_batches(data, batches=settings.validation_batches, batch=settings.batch, seq=settings.seq)
-    return Inputs(config, data, validation)
+    task = open_task(settings)
+    check_space(settings, task.numel, hosts=ranks.hosts)
+    sizes = {"batch": settings.batch, "seq": settings.seq}
+    check_sizes(task.data, **sizes, unit=task.unit)
+    return Inputs(task, validation_batches(task.data, batches=settings.validation_batches, **sizes))
 
 
 def _zinf_config(settings: TrainSettings) -> zinf.Config:
@@ -123,14 +118,14 @@ def _zinf_config(settings: TrainSettings) -> zinf.Config:
     return zinf.Config.preset(settings.preset, nvme=[str(path) for path in settings.swap_directories], **changes)
 
 
-def _resume(run: Run) -> None:
+def _resume(run: Run) -> bool:
+    """Takes up the newest checkpoint; False when there is none yet: the run starts at step 0."""
     if not checkpoints(run.settings.out):
-        return  # none yet: the run starts at step 0
+        return False
     extra = zinf.load(run.settings.out, run.model, run.optimizer)
-    defining = {**run.settings.defining(), "data": run.inputs.data.fingerprint}
     differing = [
         f"{name} is {value}, was {extra['settings'].get(name)}"
-        for name, value in defining.items()
+        for name, value in _defining(run).items()
         if value != extra["settings"].get(name)
     ]
     if differing:
@@ -138,6 +133,13 @@ def _resume(run: Run) -> None:
     run.step = extra["step"]
     run.validation_before = extra["validation_before"]
     run.scheduler.load_state_dict(extra["scheduler"])
+    return True
+
+
+def _defining(run: Run) -> dict[str, Any]:
+    """What the numbers of a run depend on; a resumed run must have the same."""
+    task = run.inputs.task
+    return {"model": task.identity, **run.settings.defining(), "data": task.data.fingerprint}
 
 
 def checkpoint_extra(run: Run) -> dict[str, Any]:
@@ -146,5 +148,5 @@ def checkpoint_extra(run: Run) -> dict[str, Any]:
         "step": run.step,
         "validation_before": run.validation_before,
         "scheduler": run.scheduler.state_dict(),
-        "settings": {**run.settings.defining(), "data": run.inputs.data.fingerprint},
+        "settings": _defining(run),
     }

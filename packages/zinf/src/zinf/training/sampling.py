@@ -1,38 +1,44 @@
-"""Text drawn from a model, byte by byte."""
+"""Text drawn from a model, token by token."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from zinf.training.task import Task
+
 
 @torch.no_grad()
 def sample(
+    task: Task,
     model: nn.Module,
-    prompt: bytes,
+    prompt: Sequence[int],
     *,
     length: int,
     context: int,
     temperature: float,
     seed: int,
     device: torch.device,
-) -> bytes:
-    """`length` bytes that continue `prompt`, each drawn from the model's distribution at `temperature`.
+) -> list[int]:
+    """`length` tokens that continue `prompt`, each drawn from the model's distribution at `temperature`.
 
-    At most the last `context` bytes are shown to the model. Every rank must call it, with the same arguments: each
-    draws the same bytes, since the logits and the generator are the same everywhere.
+    At most the last `context` tokens are shown to the model. Every rank must call it, with the same arguments: each
+    draws the same tokens, since the logits and the generator are the same everywhere.
     """
+    model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(length):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1, :256].float().cpu()  # bytes only, however large the vocabulary
+        logits = task.next_logits(model, window)[: task.vocab].float().cpu()
         probabilities = torch.softmax(logits / temperature, dim=-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(tokens[len(prompt) :])
+    model.train()
+    return tokens[len(prompt) :]
 
 
-def printable(text: bytes) -> str:
-    """The text for a terminal: control characters are dropped, and what is no UTF-8 is marked."""
-    decoded = text.decode("utf-8", errors="replace")
-    return "".join(c for c in decoded if c.isprintable() or c == "\n")
+def printable(text: str) -> str:
+    """The text for a terminal: control characters are dropped."""
+    return "".join(c for c in text if c.isprintable() or c == "\n")

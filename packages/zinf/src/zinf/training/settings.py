@@ -19,7 +19,7 @@ class TrainSettings:
     """The flags of `zinf train`, typed. Sizes in bytes may be strings with a binary unit ("512MiB")."""
 
     data: str  # a file, or "builtin"
-    model: str  # see model_names.py
+    model: str  # a name (see model_names.py), or a directory in Hugging Face's layout
     preset: str  # of zinf.Config
     nvme: tuple[Path, ...]  # directories, one a drive; none: a folder inside `out`
     steps: int
@@ -44,7 +44,7 @@ class TrainSettings:
     metrics: Path | None  # None: metrics.jsonl inside `out`
     trace: Path | None
     validation_batches: int
-    sample_length: int  # bytes
+    sample_length: int  # tokens
 
     def check_divisible(self, ranks: int) -> None:
         """Raises ValueError unless every rank's micro-batch is whole and equally large."""
@@ -55,8 +55,8 @@ class TrainSettings:
             )
 
     def defining(self) -> dict[str, Any]:
-        """The settings that the numbers of a run depend on; a resumed run must have the same."""
-        names = ("model", "batch", "seq", "lr", "warmup", "decay", "grad_clip", "seed", "dtype")
+        """The settings that the numbers of a run depend on, beside its model and its data."""
+        names = ("batch", "seq", "lr", "warmup", "decay", "grad_clip", "seed", "dtype")
         return {name: value for name, value in asdict(self).items() if name in names}
 
     @property

@@ -35,7 +35,8 @@ def summarize(outcome: Outcome, *, baseline_bytes: int) -> str:
 
 def _losses(outcome: Outcome) -> str:
     before, after = outcome.run.validation_before, outcome.validation_after
-    return f"Validation loss: {before:.4f} before, {after:.4f} after {outcome.run.step} steps (nats a byte)"
+    unit = outcome.run.inputs.task.unit
+    return f"Validation loss: {before:.4f} before, {after:.4f} after {outcome.run.step} steps (nats a {unit})"
 
 
 def _sample(outcome: Outcome) -> str:
@@ -45,7 +46,7 @@ def _sample(outcome: Outcome) -> str:
 
 def _memory(outcome: Outcome, baseline_bytes: int) -> str:
     run = outcome.run
-    numel = run.inputs.config.numel
+    numel = run.inputs.task.numel
     lines = [
         _row("by the paper's count", _size(PAPER_BYTES_PER_PARAMETER * numel), f"20 bytes x {numel:,} parameters"),
         *(
@@ -78,7 +79,7 @@ def _time(outcome: Outcome) -> str:
 
 
 def _traffic(outcome: Outcome) -> str:
-    numel = outcome.run.inputs.config.numel
+    numel = outcome.run.inputs.task.numel
     reports = [record["report"] for record in outcome.records]
     io = reports[-1]["io"]
     lines = [_row("engine", str(io["backend"]), "direct (O_DIRECT)" if io["direct"] else "through the page cache")]

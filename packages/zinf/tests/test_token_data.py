@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from zinf.training.text_data import (
-    TextData,
+from zinf.training.token_data import (
+    TokenData,
     check_sizes,
-    read_text,
     training_batch,
     validation_batches,
 )
 
 TEXT = bytes(range(200)) * 5
-DATA = TextData.from_bytes(TEXT)
+DATA = TokenData.from_tokens(np.frombuffer(TEXT, dtype=np.uint8))
 
 
 def test_the_first_nine_tenths_train_and_the_rest_validates():
@@ -42,7 +41,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 
 def test_every_window_of_the_training_text_can_be_drawn():
-    data = TextData.from_bytes(bytes(range(10)))  # 9 to train on: windows of 8 + 1 bytes start at 0 only
+    data = TokenData.from_tokens(np.arange(10, dtype=np.uint32))  # 9 to train on: windows of 8 start at 0 or 1
     starts = {training_batch(data, seed=0, step=s, batch=1, seq=7)[0][0, 0].item() for s in range(50)}
     assert starts == {0, 1}
 
@@ -56,31 +55,14 @@ def test_validation_windows_span_the_part_from_end_to_end():
     assert np.diff(firsts).min() > 0
 
 
-def test_the_builtin_text_is_pythons_documentation():
-    text = read_text("builtin")
-    assert len(text) > 300_000
-    assert "assignment statement" in text.decode()
-
-
-def test_a_file_is_read_as_it_is(tmp_path):
-    (tmp_path / "text").write_bytes(b"\xff\x00abc")
-    assert read_text(str(tmp_path / "text")) == b"\xff\x00abc"
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "text").touch()
-    with pytest.raises(ValueError, match="empty"):
-        read_text(str(tmp_path / "text"))
-
-
 @pytest.mark.parametrize(
     ("batch", "seq", "words"),
     [(1, 100, "101 bytes of validation"), (1, 900, "901 bytes of training"), (31, 30, "930 bytes")],
 )
 def test_sizes_that_the_text_cannot_serve_are_refused(batch, seq, words):
     with pytest.raises(ValueError, match=words):
-        check_sizes(DATA, batch=batch, seq=seq)
+        check_sizes(DATA, batch=batch, seq=seq, unit="byte")
 
 
 def test_sizes_that_just_fit_are_accepted():
-    check_sizes(DATA, batch=9, seq=99)
+    check_sizes(DATA, batch=9, seq=99, unit="byte")

@@ -1,0 +1,273 @@
+"""`zinf train --model DIR`: a directory in Hugging Face's layout, fine-tuned and exported as transformers loads it.
+
+The model is a small Llama with random weights; the comparison is plain torch with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn import functional as F
+
+from zinf.cli import main
+from zinf.training.text_source import read_text
+from zinf.training.token_data import TokenData, training_batch, validation_batches
+
+transformers = pytest.importorskip("transformers", reason="reads the directories")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 60
+TALKS = [
+    [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
+    for a in range(12)
+    for b in range(12)
+]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+BATCH, SEQ, STEPS, LR = 4, 16, 6, 1e-2
+FLAGS = ("--batch", BATCH, "--seq", SEQ, "--lr", LR, "--dtype", "fp32", "--warmup", 0, "--decay", 0,
+         "--validation-batches", 2, "--sample-length", 8)  # fmt: skip
+
+
+def make_tokenizer(folder, template=None):
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE())
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator([TEXT], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer(folder, TEMPLATE)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_text(TEXT)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def train(out, model, data, *arguments):
+    found = run("train", "--out", out, "--model", model, "--data", data, *FLAGS, "--steps", STEPS, *arguments)
+    assert found.exit_code == 0, found.output
+    return found
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def printed_losses(found):
+    return [float(value) for value in re.search(r"loss: (\S+) before, (\S+) after", found.stdout).groups()]
+
+
+def loss_of(model, tokens, targets):
+    return F.cross_entropy(model(input_ids=tokens).logits.flatten(0, -2), targets.flatten())
+
+
+def validation_loss(model, data):
+    batches = validation_batches(data, batches=2, batch=BATCH, seq=SEQ)
+    with torch.no_grad():
+        return sum(loss_of(model, *batch).item() for batch in batches) / len(batches)
+
+
+def plain_run(model_dir, data):
+    """The same fine-tuning by plain torch: losses of the steps, and validation losses before and after."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    before, seen = validation_loss(model, data), []
+    for step in range(STEPS):
+        loss = loss_of(model, *training_batch(data, seed=0, step=step, batch=BATCH, seq=SEQ))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, before, validation_loss(model, data)
+
+
+def tokens_of(tokenizer, text):
+    return TokenData.from_tokens(np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], dtype=np.uint32))
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(model_dir, text_file, tmp_path_factory):
+    """The folder of a run of six steps, and what it printed."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    return out, train(out, model_dir, text_file, "--save-every", 3)
+
+
+def test_the_losses_are_those_of_plain_torch_with_transformers(fine_tuned, model_dir):
+    out, found = fine_tuned
+    data = tokens_of(transformers.AutoTokenizer.from_pretrained(model_dir), TEXT)
+    seen, before, after = plain_run(model_dir, data)
+    assert losses(out) == pytest.approx(seen, rel=1e-5)
+    assert printed_losses(found) == pytest.approx([before, after], abs=1e-4)  # printed with four digits
+    assert after < before - 1
+    assert "nats a token" in found.stdout
+
+
+def test_the_exported_directory_loads_in_transformers_with_the_same_loss(fine_tuned, model_dir, tmp_path):
+    out, found = fine_tuned
+    assert run("export", out, tmp_path / "hf").exit_code == 0
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {path.name for path in model_dir.iterdir()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.chat_template == TEMPLATE
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert validation_loss(model, tokens_of(tokenizer, TEXT)) == pytest.approx(printed_losses(found)[1], abs=1e-4)
+
+
+def test_a_bf16_run_is_exported_as_bf16_whatever_the_directory_said(model_dir, text_file, tmp_path):
+    train(tmp_path / "out", model_dir, text_file, "--dtype", "bf16")
+    assert run("export", tmp_path / "out", tmp_path / "hf").exit_code == 0
+    assert json.loads((model_dir / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype is torch.bfloat16
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(fine_tuned, model_dir, text_file, tmp_path):
+    """With the directory at another place; its weights are not needed any more."""
+    moved = tmp_path / "moved"
+    shutil.copytree(model_dir, moved, ignore=lambda *_: ["model.safetensors"])
+    shutil.copytree(fine_tuned[0], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-000002")
+    train(tmp_path / "out", moved, text_file, "--resume")
+    assert losses(tmp_path / "out") == losses(fine_tuned[0])
+
+
+def test_the_way_it_runs_changes_no_number(fine_tuned, model_dir, text_file, tmp_path):
+    train(tmp_path / "out", model_dir, text_file, "--preset", "zero3", "--overlap-optimizer", "false")
+    assert losses(tmp_path / "out") == losses(fine_tuned[0])
+
+
+def test_conversations_are_learnt_through_the_chat_template(model_dir, tmp_path):
+    lines = [json.dumps({"messages": talk}) for talk in TALKS]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    found = train(tmp_path / "out", model_dir, tmp_path / "talks.jsonl")
+    before, after = printed_losses(found)
+    assert after < before - 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    text = "".join(f"<user>{q['content']}</s><assistant>{a['content']}</s>" for q, a in TALKS)
+    tokens = np.array([token for part in text.split("</s>")[:-1] for token in tokenizer(part + "</s>")["input_ids"]])
+    data = TokenData.from_tokens(tokens.astype(np.uint32))
+    seen, *_ = plain_run(model_dir, data)
+    assert losses(tmp_path / "out") == pytest.approx(seen, rel=1e-5)
+
+
+def copy_of(model_dir, folder, **changes):
+    shutil.copytree(model_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def no_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def no_template(folder):
+    (folder / "chat_template.jinja").unlink()
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("changes", "spoil", "arguments", "words"),
+    [
+        ({}, lambda folder: (folder / "config.json").unlink(), (), "no config.json"),
+        ({}, lambda folder: (folder / "config.json").write_text("{"), (), "config.json cannot be read"),
+        ({"model_type": "nonsense"}, None, (), "nonsense"),
+        ({"model_type": "t5"}, None, (), "no causal language model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, None, (), "quantized"),
+        ({"vocab_size": 100}, None, (), "the model 100 embeddings"),
+        ({"hidden_size": 64}, None, (), "(300, 32) in the state, (300, 64) in the model"),
+        ({"num_hidden_layers": 4}, None, (), "missing: model.layers.3"),
+        ({}, no_tokenizer, (), "no tokenizer"),
+        ({}, no_template, ("--data", "talk.jsonl"), "no chat template"),
+        ({}, lambda folder: (folder / "model.safetensors").unlink(), (), "holds neither model.safetensors nor"),
+        ({}, cut_weights, (), "model.safetensors is damaged"),
+        ({}, None, ("--seq", 100), "longer than the 64 positions"),
+        ({}, None, ("--data", "empty.jsonl"), "holds no document"),
+        ({}, None, ("--data", "broken.jsonl"), "broken.jsonl, line 1 is no JSON"),
+        ({}, None, ("--data", "binary"), "binary is no UTF-8 text"),
+        ({}, None, ("--data", "absent"), "absent: No such file"),
+        ({}, None, ("--seq", 60, "--data", "short"), "tokens of training text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line_and_exit_2(
+    changes, spoil, arguments, words, model_dir, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text('{"text": ')
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALKS[0]}))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short").write_text("Too short a text.")
+    folder = copy_of(model_dir, tmp_path / "model", **changes) if changes else shutil.copytree(model_dir, "model")
+    if spoil:
+        spoil(tmp_path / "model")
+    found = run("train", "--out", "out", "--model", folder, "--data", text_file, *FLAGS, "--steps", 2, *arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stderr.splitlines()[-1].startswith("Error: ")
+    assert words in found.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_transformers_the_extra_is_named(model_dir, tmp_path):
+    script = "import sys; sys.modules['transformers'] = None; from zinf.cli import main; main()"
+    command = [sys.executable, "-c", script, "train", "--out", tmp_path / "out", "--model", model_dir]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert found.stderr == "Error: a directory as --model needs transformers: pip install 'zinf[hf]'\n"
+
+
+def test_the_gpt_needs_no_transformers(tmp_path):
+    script = "import sys; import zinf.cli, zinf.training.loop; print('transformers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert found.stdout == "False\n", found.stderr
+
+
+def test_the_builtin_text_is_one_document(model_dir, tmp_path):
+    found = train(tmp_path / "out", model_dir, "builtin", "--steps", 1)
+    data = tokens_of(transformers.AutoTokenizer.from_pretrained(model_dir), read_text("builtin").decode())
+    tokens, targets = training_batch(data, seed=0, step=0, batch=BATCH, seq=SEQ)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    assert losses(tmp_path / "out") == pytest.approx([loss_of(model, tokens, targets).item()], rel=1e-5)
+    assert printed_losses(found)[1] < printed_losses(found)[0]
