@@ -14,48 +14,30 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from trainee import Trainee, kernel_bytes
 
 import zinf
-from zinf.models.gpt import GPT
-from zinf.models.model_names import BUILTIN_MODEL, parse_model
+from zinf.models.model_names import BUILTIN_MODEL
 
 WARM_UP = 2  # steps: the first learns the order of the units, the second is the first that prefetches
 
 
-def kernel_bytes() -> dict[str, int]:
-    """Bytes that this process has had read from and written to storage so far."""
-    lines = (line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
-    counted = {name: int(value) for name, value in lines}
-    return {"read": counted["read_bytes"], "written": counted["write_bytes"]}
-
-
 def measure(drive: str, *, model_name: str, batch: int, seq: int, steps: int, **changes: Any) -> dict[str, Any]:
     """The record of one run with preset inf-nvme, nothing resident, and `changes` to its Config."""
-    torch.manual_seed(0)
-    sizes = parse_model(model_name, positions=seq)
     config = zinf.Config.preset("inf-nvme", nvme=[drive], resident=0, **changes)
-    with zinf.init(config):
-        model = GPT(sizes)
-    optimizer = zinf.AdamW(model.parameters(), lr=1e-4)
-    reports, seconds = [], []
-    for step in range(WARM_UP + steps):
-        if step == WARM_UP:
-            before = kernel_bytes()
-        tokens = torch.randint(0, sizes.vocab, (batch, seq + 1))
-        started = time.perf_counter()
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - started)
-        reports.append(zinf.report(model))
+    trainee = Trainee(config, model=model_name, batch=batch, seq=seq)
+    for _ in range(WARM_UP):
+        trainee.step()
+    before = kernel_bytes()
+    taken = [trainee.step() for _ in range(steps)]
     after = kernel_bytes()
-    reports, seconds = reports[WARM_UP:], seconds[WARM_UP:]
-    per_parameter = 1 / (sizes.numel * steps)
+    reports, seconds = [step.report for step in taken], [step.seconds for step in taken]
+    numel = trainee.sizes.numel
+    per_parameter = 1 / (numel * steps)
     reported = {
         "read": sum(report["bytes"]["nvme_read"] for report in reports),
         "written": sum(report["bytes"]["nvme_written"] for report in reports),
@@ -63,7 +45,7 @@ def measure(drive: str, *, model_name: str, batch: int, seq: int, steps: int, **
     prefetch = {key: sum(report["prefetch"][key] for report in reports) for key in ("hits", "misses")}
     return {
         "settings": {key: str(value) for key, value in changes.items()},
-        "parameters": sizes.numel,
+        "parameters": numel,
         "tokens": batch * seq,
         "io": reports[-1]["io"],
         "bytes_per_parameter_and_step": {way: nbytes * per_parameter for way, nbytes in reported.items()},

@@ -1,0 +1,124 @@
+"""How close a step with everything on NVMe comes to the limit of processor and drive, as ratios in one run.
+
+    python packages/zinf/benchmarks/against_limit.py --nvme DIR [--model gpt:layers=24,hidden=1024,heads=16]
+        [--batch 1] [--seq 128] [--steps 5] [--modes backward next-forward false] [--json F]
+
+Steps of the same model alternate: all in memory (preset zero3), then all on NVMe in each mode of overlap_optimizer. The
+limit of a step is the sum over forward, backward and update of the larger of two: what that phase takes with everything
+in memory, and its bytes (the kernel's count) over what fio moves at the phase's mix of reads and writes (as much as
+there are of both at fio's rate for half and half, the rest at its rate for one alone). `of_limit` is the step over that
+limit, `of_memory` the step over the same step in memory: what offloading costs when computation hides it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainee import PHASES, Step, Trainee
+
+import zinf
+from deepnvme.bench import fio
+from deepnvme.bench.sweep import Point, Workspace
+
+_BLOCK, _DEPTH = 4 << 20, 16  # the best of fio's own sweep on the drives that were tried
+_FILE = 1 << 30
+
+
+def drive_rates(directory: str) -> dict[str, float]:
+    """Bytes a second that fio reads, overwrites, and does half of each; medians of three."""
+    with Workspace(directory, _FILE) as space:
+        taken: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
+        for _ in range(3):
+            for op, rates in taken.items():
+                found = fio.measure(space, Point(op, "io_uring", _BLOCK, _DEPTH), 2)
+                rates.append(found["gigabytes_per_second"] * 1e9)
+    return {op: statistics.median(rates) for op, rates in taken.items()}
+
+
+def drive_seconds(moved: dict[str, float], rates: dict[str, float]) -> float:
+    """The least time in which the drive does these reads and writes together."""
+    both = min(moved["read"], moved["written"])
+    alone = (moved["read"] - both) / rates["read"] + (moved["written"] - both) / rates["write"]
+    return 2 * both / rates["mixed"] + alone
+
+
+def medians(steps: list[Step]) -> dict[str, Any]:
+    return {
+        "seconds": statistics.median(step.seconds for step in steps),
+        "phases": {name: statistics.median(step.phases[name] for step in steps) for name in PHASES},
+        "moved": {
+            name: {way: statistics.median(step.moved[name][way] for step in steps) for way in ("read", "written")}
+            for name in PHASES
+        },
+    }
+
+
+def compare(memory: dict[str, Any], steps: list[Step], rates: dict[str, float], numel: int) -> dict[str, Any]:
+    """A mode's medians beside the limit."""
+    found = medians(steps)
+    drive = {name: drive_seconds(found["moved"][name], rates) for name in PHASES}
+    limit = sum(max(memory["phases"][name], drive[name]) for name in PHASES)
+    return {
+        "seconds": {"median": found["seconds"], "all": [step.seconds for step in steps], "phases": found["phases"]},
+        "limit": {"seconds": limit, "drive": drive},
+        "of_limit": found["seconds"] / limit,
+        "of_memory": found["seconds"] / memory["seconds"],
+        "drive_share_of_compute": sum(drive.values()) / memory["seconds"],
+        "stall_share": statistics.median(step.report["seconds"]["stall"] / step.seconds for step in steps),
+        "bytes_a_parameter": {
+            way: sum(found["moved"][name][way] for name in PHASES) / numel for way in ("read", "written")
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", required=True, help="a directory of the drive")
+    parser.add_argument("--model", default="gpt:layers=24,hidden=1024,heads=16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=5, help="that count; one more is taken first")
+    parser.add_argument("--modes", nargs="+", default=["backward", "next-forward", "false"])
+    parser.add_argument("--checksum", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if reason := fio.why_not():
+        sys.exit(reason)
+    sizes = {"model": given.model, "batch": given.batch, "seq": given.seq}
+    with tempfile.TemporaryDirectory(dir=given.nvme, prefix="against-limit-") as drive:
+        rates = drive_rates(drive)
+        trainees = {"memory": Trainee(zinf.Config.preset("zero3", overlap_optimizer=False), **sizes)}
+        for mode in given.modes:
+            config = zinf.Config.preset(
+                "inf-nvme", nvme=[drive], resident=0, checksum=given.checksum,
+                overlap_optimizer=False if mode == "false" else mode,
+            )  # fmt: skip
+            trainees[mode] = Trainee(config, **sizes)
+        taken: dict[str, list[Step]] = {name: [] for name in trainees}
+        for _ in range(1 + given.steps):
+            for name, trainee in trainees.items():
+                taken[name].append(trainee.step())
+    steps = {name: of_one[1:] for name, of_one in taken.items()}
+    memory, numel = medians(steps["memory"]), trainees["memory"].sizes.numel
+    record = {
+        "settings": {key: value for key, value in vars(given).items() if key not in ("json", "nvme")},
+        "parameters": numel,
+        "fio_bytes_per_second": rates,
+        "same_losses": len({tuple(step.loss for step in of_one) for of_one in taken.values()}) == 1,
+        "memory": {"seconds": memory["seconds"], "phases": memory["phases"]},
+        "modes": {mode: compare(memory, steps[mode], rates, numel) for mode in given.modes},
+    }
+    text = json.dumps(record, indent=2)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
