@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainee import PHASES, Step, Trainee
+from trainee import OVERLAPS, PHASES, Step, Trainee
 
 import zinf
 from deepnvme.bench import fio
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="that count; one more is taken first")
-    parser.add_argument("--modes", nargs="+", default=["backward", "next-forward", "false"])
+    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=list(OVERLAPS))
     parser.add_argument("--checksum", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -97,7 +97,7 @@ def main() -> None:
         for mode in given.modes:
             config = zinf.Config.preset(
                 "inf-nvme", nvme=[drive], resident=0, checksum=given.checksum,
-                overlap_optimizer=False if mode == "false" else mode,
+                overlap_optimizer=OVERLAPS[mode],
             )  # fmt: skip
             trainees[mode] = Trainee(config, **sizes)
         taken: dict[str, list[Step]] = {name: [] for name in trainees}

@@ -20,58 +20,41 @@ from pathlib import Path
 from typing import Any
 
 from memory_cgroup import file_pages, run_inside
+from trainee import OVERLAPS, Trainee
+
+import zinf
+from deepnvme.sizes import parse_size
+from zinf.models.model_names import parse_model
+from zinf.training.ranks import Ranks
+from zinf.training.summary import peak_process_bytes
 
 PAPER_BYTES = 20  # of model states a parameter, mixed precision with Adam
 
 
 def train(given: argparse.Namespace) -> None:
     """Builds and takes the steps; one JSON line each, by rank 0."""
-    import torch
-
-    import zinf
-    from zinf.models.gpt import GPT
-    from zinf.models.model_names import parse_model
-    from zinf.training.ranks import Ranks
-    from zinf.training.summary import peak_process_bytes
-
     ranks = Ranks.join()
-    torch.manual_seed(0)
-    sizes = parse_model(given.model, positions=given.seq)
-    changes: dict[str, Any] = {"grads": given.grads} if given.grads else {}
-    overlap = False if given.overlap == "false" else given.overlap
-    config = zinf.Config.preset("inf-nvme", nvme=[given.nvme], resident=0, overlap_optimizer=overlap, **changes)
+    config = zinf.Config.preset(
+        "inf-nvme", nvme=[given.nvme], resident=0, grads=given.grads, overlap_optimizer=OVERLAPS[given.overlap]
+    )
 
     def tell(**values: Any) -> None:
         if ranks.is_first:
-            print(json.dumps(values), flush=True)
+            print(json.dumps({**values, "process": peak_process_bytes(), "file": file_pages()}), flush=True)
 
-    tell(before=peak_process_bytes())
+    tell()
     started = time.perf_counter()
-    with zinf.init(config):
-        model = GPT(sizes)
-    optimizer = zinf.AdamW(model.parameters(), lr=1e-4)
-    tell(built=time.perf_counter() - started, process=peak_process_bytes(), file=file_pages())
+    trainee = Trainee(config, model=given.model, batch=given.batch, seq=given.seq)
+    tell(built=time.perf_counter() - started)
     for _ in range(given.steps):
-        tokens = torch.randint(0, sizes.vocab, (given.batch, given.seq + 1))
-        started = time.perf_counter()
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds = time.perf_counter() - started
-        report = zinf.report(model)
-        tell(
-            loss=loss.item(), step=seconds, seconds=report["seconds"], bytes=report["bytes"],
-            prefetch=report["prefetch"], process=peak_process_bytes(), file=file_pages(),
-        )  # fmt: skip
+        step = trainee.step()
+        report = {key: step.report[key] for key in ("seconds", "bytes", "prefetch")}
+        tell(loss=step.loss, step=step.seconds, phases=step.phases, **report)
     ranks.leave()
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """The record of one run inside the cgroup."""
-    from deepnvme.sizes import parse_size
-    from zinf.models.model_names import parse_model
-
     limit, numel = parse_size(given.limit), parse_model(given.model, positions=given.seq).numel
     with tempfile.TemporaryDirectory(dir=given.nvme) as drive:
         launcher = [] if given.ranks == 1 else _torchrun(given.ranks)
@@ -90,11 +73,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "status": outcome.status,
         "killed": outcome.killed,
         "cgroup_peak_bytes": outcome.peak,
-        "process_bytes_before": lines[0]["before"] if lines else None,
+        "process_bytes": [line["process"] for line in lines],
         "build_seconds": next((line["built"] for line in lines if "built" in line), None),
         "steps": [
             {
-                **{key: line[key] for key in ("loss", "seconds", "prefetch", "file")},
+                **{key: line[key] for key in ("loss", "phases", "seconds", "prefetch", "file")},
                 "bytes_a_parameter": {
                     way: line["bytes"][f"nvme_{way}"] * given.ranks / numel for way in ("read", "written")
                 },
@@ -119,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--overlap", default="backward", choices=["backward", "next-forward", "false"])
+    parser.add_argument("--overlap", default="backward", choices=list(OVERLAPS))
     parser.add_argument("--grads", choices=["cpu", "nvme"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for the whole run")

@@ -15,6 +15,9 @@ from zinf.models.model_names import parse_model
 
 PHASES = ("forward", "backward", "update")
 
+# overlap_optimizer as it is given on a command line.
+OVERLAPS: dict[str, str | bool] = {"backward": "backward", "next-forward": "next-forward", "false": False}
+
 
 @dataclass(frozen=True)
 class Step:
