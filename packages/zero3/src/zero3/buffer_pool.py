@@ -7,8 +7,10 @@ tensors share the storage; a buffer with an unknown user is retired until that u
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,23 +21,44 @@ log = logging.getLogger(__name__)
 _RETIRED_WARNING_BYTES = 256 << 20
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How tensors lie in one flat buffer of `numel` elements.
+
+    tensors   (shape, offset in elements) of each
+    """
+
+    dtype: torch.dtype
+    numel: int
+    tensors: tuple[tuple[torch.Size, int], ...]
+
+    @staticmethod
+    @functools.cache
+    def of(dtype: torch.dtype, numel: int, tensors: tuple[tuple[torch.Size, int], ...]) -> Layout:
+        """Equal arguments give the same object: equal units share what a buffer keeps for a layout."""
+        return Layout(dtype, numel, tensors)
+
+
 class PooledBuffer:
     """A stretch of memory and the tensors that the pool itself has on it.
 
     storage   (nbytes,) uint8, the whole buffer
+    address   of its storage object, as `untyped_storage()._cdata` of any view of it tells
     """
 
-    __slots__ = ("_own_uses", "_storage", "nbytes", "storage", "users")
+    __slots__ = ("_laid_out", "_own_uses", "_storage", "address", "nbytes", "storage", "users")
 
     def __init__(self, storage: Tensor):
         self.storage = storage
         self.nbytes = storage.numel()
         self._storage = storage.untyped_storage()
+        self.address = self._storage._cdata
+        self._laid_out: dict[Layout, tuple[Tensor, list[Tensor]]] = {}
         self._own_uses = self._uses()
         self.users = ""  # who took it last, for messages
 
     def _uses(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return torch._C._storage_Use_Count(self.address)
 
     def viewed_elsewhere(self) -> bool:
         """Whether anybody but the pool holds a tensor on this memory."""
@@ -44,6 +67,20 @@ class PooledBuffer:
     def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The first `numel` elements, as `dtype`."""
         return self.storage[: numel * dtype.itemsize].view(dtype)
+
+    def laid_out(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
+        """The flat tensor (layout.numel,) and the tensors in it.
+
+        They stay with the buffer: to make them anew at every gather would take longer than all else in it.
+        """
+        known = self._laid_out.get(layout)
+        if known is None:
+            with torch.inference_mode(False):
+                flat = self.flat(layout.numel, layout.dtype)
+                views = [flat[start : start + shape.numel()].view(shape) for shape, start in layout.tensors]
+            known = self._laid_out[layout] = flat, views
+            self._own_uses += 1 + len(views)
+        return known
 
 
 class BufferPool:
@@ -117,4 +154,9 @@ class BufferPool:
 
 def allocate_on(device: torch.device) -> Callable[[int], Tensor]:
     """The plain allocator: uninitialised memory of torch's own."""
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def allocate(nbytes: int) -> Tensor:
+        with torch.inference_mode(False):  # whoever needs it first: training may have it next
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    return allocate

@@ -12,7 +12,6 @@ agree which parameters have a gradient at all.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -47,9 +46,8 @@ class _Reduction:
 class Gradients:
     """The gradients of one partitioned model."""
 
-    def __init__(self, model: PartitionedModel, reduce_dtype: torch.dtype | None):
+    def __init__(self, model: PartitionedModel):
         self._model = model
-        self._reduce_dtype = reduce_dtype
         self._hooks: dict[ParamSlot, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: list[_Reduction] = []
         self._largest_reduction = 0  # bytes
@@ -68,7 +66,7 @@ class Gradients:
             return
         for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
             unit.unwatched.remove(slot)
-            hook = OwnHook(functools.partial(self._arrived, slot))
+            hook = OwnHook(self._arrived, slot)
             self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
 
     def unwatch(self, unit: Unit) -> None:
@@ -94,10 +92,10 @@ class Gradients:
             self._model.backward_runs()
             awaited = unit.awaited[task] = self._will_come(unit)
             self._begin(unit)
-        self._arrivals.add(slot)
-        earlier = unit.fresh_grads.get(slot.index)
-        unit.fresh_grads[slot.index] = grad if earlier is None else earlier.add_(grad)
-        awaited.discard(slot.index)
+        index = slot.index
+        earlier = unit.fresh_grads.get(index)
+        unit.fresh_grads[index] = grad if earlier is None else earlier.add_(grad)
+        awaited.discard(index)
         if not awaited:
             del unit.awaited[task]
             if not unit.awaited:
@@ -115,13 +113,12 @@ class Gradients:
 
     def _will_come(self, unit: Unit) -> set[int]:
         """Slots whose gradient the running backward will finish; a unit with unused ones is complete early."""
-        return {
-            slot.index
-            for slot in unit.slots
-            if slot.param.requires_grad and torch._C._will_engine_execute_node(slot.accumulator())
-        }
+        will_run = torch._C._will_engine_execute_node
+        with without_noticing():
+            return {slot.index for slot in unit.slots if slot.param.requires_grad and will_run(slot.accumulator())}
 
     def _complete(self, unit: Unit) -> None:
+        self._arrivals.update([unit.slots[i] for i in unit.fresh_grads])
         if self._sync:
             self._reduce(unit)
         else:
@@ -130,31 +127,25 @@ class Gradients:
 
     # -- reduction -------------------------------------------------------------------------------------------
 
-    def _wire_dtype(self, unit: Unit) -> torch.dtype:
-        return self._reduce_dtype or unit.dtype
-
-    def _fill(self, unit: Unit, flat: Tensor) -> list[int]:
-        """The unit's fresh gradients into `flat` (padded_numel,); nothing where there is none."""
+    def _fill(self, unit: Unit, flat: Tensor, views: list[Tensor]) -> list[int]:
+        """The unit's fresh gradients into `flat` (padded_numel,), of which `views` are the slots; zeros elsewhere."""
         unit.clear_gaps(flat)
-        slots = sorted(unit.fresh_grads)
-        for slot in unit.slots:
-            if slot.index not in unit.fresh_grads:
-                slot.view_of(flat).zero_()
-        if slots:
-            views = [unit.slots[i].view_of(flat) for i in slots]
-            torch._foreach_copy_(views, [unit.fresh_grads[i] for i in slots])
-        unit.fresh_grads.clear()
-        return slots
+        grads, unit.fresh_grads = unit.fresh_grads, {}
+        for index, view in enumerate(views):
+            if index not in grads:
+                view.zero_()
+        if grads:
+            torch._foreach_copy_([views[i] for i in grads], list(grads.values()))
+        return list(grads)
 
     def _reduce(self, unit: Unit) -> None:
         self._bound_in_flight()
-        pool, dtype = self._model.pool, self._wire_dtype(unit)
-        buffer = pool.take(unit.padded_numel * dtype.itemsize, unit.name)
-        buffers = [buffer]
-        flat = buffer.flat(unit.padded_numel, dtype)
-        slots = self._fill(unit, flat)
+        pool, dtype = self._model.pool, unit.wire_dtype
+        buffers = [pool.take(unit.padded_numel * dtype.itemsize, unit.name)]
+        flat, views = buffers[0].laid_out(unit.wire_layout)
+        slots = self._fill(unit, flat, views)
         if unit.unsynced is not None:
-            slots = sorted({*slots, *unit.unsynced_slots})
+            slots += unit.unsynced_slots
             flat.add_(unit.unsynced)
             unit.unsynced, unit.unsynced_slots = None, set()
 
@@ -217,18 +208,18 @@ class Gradients:
 
     def _clear_absent(self, unit: Unit) -> None:
         """Parts of the stored gradient whose parameter had its `.grad` set to None must not be added to."""
-        if all(slot.has_grad for slot in unit.slots) or not any(slot.has_grad for slot in unit.slots):
+        absent = [slot for slot in unit.slots if not slot.has_grad]
+        if not absent or len(absent) == len(unit.slots):
             return
         stored = self._model.store.gradient(unit)
         if stored is not None:
-            for slot in unit.slots:
-                if not slot.has_grad:
-                    stored[slot.start : slot.stop].zero_()
+            for slot in absent:
+                stored[slot.start : slot.stop].zero_()
 
     def _keep_unsynced(self, unit: Unit) -> None:
         """no_sync: the full gradient waits on this rank."""
         if unit.unsynced is None:
-            unit.unsynced = torch.zeros(unit.padded_numel, dtype=self._wire_dtype(unit), device=unit.device)
+            unit.unsynced = torch.zeros(unit.padded_numel, dtype=unit.wire_dtype, device=unit.device)
         slots = sorted(unit.fresh_grads)
         unit.unsynced_slots |= set(slots)
         views = [unit.slots[i].view_of(unit.unsynced) for i in slots]

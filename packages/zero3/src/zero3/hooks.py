@@ -3,12 +3,20 @@
 A module that hosts units holds them while it runs. The root and every host put our saved-tensor hooks on top while
 they run. All hooks are called also when an exception passes through (`always_call`): a checkpoint's recomputation
 ends by one.
+
+torch does not call them for a KeyboardInterrupt, nor for anything else that is no Exception. So a running forward
+remembers the frame of `Module._call_impl` that runs it: where that frame is not on the stack any more, the forward
+was interrupted, and whoever looks next ends it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
+from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,13 +30,66 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Models whose forward is running, the innermost last.
-_running: list[PartitionedModel] = []
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class _Running:
+    """A forward of a hooked module that runs now.
+
+    frame    of torch's function that calls the hooks and the module's own forward; None where that is another one
+    views    it has put our saved-tensor hooks on top
+    held     units that it holds
+    """
+
+    __slots__ = ("frame", "held", "hook", "model", "thread", "views")
+
+    def __init__(self, hook: _Forward, model: PartitionedModel):
+        self.hook, self.model = hook, model
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _CALL:
+            frame = frame.f_back
+        self.frame = frame
+        self.thread = threading.get_ident()
+        self.views = False
+        self.held: Sequence[Unit] = ()
+
+    def end(self) -> None:
+        if self.views:
+            self.model.saved_views.pop()
+        self.model.let_go(self.held)
+
+    def was_interrupted(self) -> bool:
+        """Whether its frame has left the stack of this thread, which is its own."""
+        if self.frame is None or self.thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+
+_running: list[_Running] = []  # the innermost last
 
 
 def running_model() -> PartitionedModel | None:
     """The model whose forward is running, the innermost of several; None outside of any."""
-    return _running[-1] if _running else None
+    end_interrupted()
+    return _running[-1].model if _running else None
+
+
+def runs(model: PartitionedModel) -> bool:
+    """Whether a forward of `model` is running."""
+    end_interrupted()
+    return any(one.model is model for one in _running)
+
+
+def end_interrupted() -> None:
+    """End the forwards that an interrupt has left behind."""
+    while _running and _running[-1].was_interrupted():
+        one = _running.pop()
+        log.warning("a forward was interrupted: what it held is released")
+        one.end()
 
 
 class _Forward:
@@ -38,39 +99,39 @@ class _Forward:
         self._model = model
         self._units = units
         self._views = any(not unit.permanent for unit in model.units)
-        self._pushed: list[bool] = []  # one entry a running forward of this module (it may call itself)
         model.handles += [
             module.register_forward_pre_hook(OwnHook(self.before), prepend=True),
             module.register_forward_hook(OwnHook(self.after), always_call=True),
         ]
 
     def before(self, module: nn.Module, args) -> None:
-        model = self._model
-        if not model.depth and torch._C._current_graph_task_id() == -1:
+        model, grad = self._model, torch.is_grad_enabled()
+        in_backward = torch._C._current_graph_task_id() != -1
+        outermost = not in_backward and not runs(model)
+        # First of all: torch calls `after` also when the rest of this fails.
+        running = _Running(self, model)
+        _running.append(running)
+        if outermost:
             model.step_begins()
-            model.will_replay = torch.is_grad_enabled()
-        model.depth += 1
-        _running.append(model)
-        self._pushed.append(self._views and torch.is_grad_enabled() and model.saved_views.push())
-        if not torch.is_grad_enabled() and model.will_replay:
+            model.will_replay = grad
+        running.views = self._views and grad and model.saved_views.push()
+        if not grad and model.will_replay:
             for unit in self._units:
                 unit.replays += 1
-        elif torch._C._current_graph_task_id() != -1:
+        elif in_backward:
             for unit in self._units:
                 unit.replays = max(unit.replays - 1, 0)
+        running.held = self._units
         model.hold(self._units)
 
     def after(self, module: nn.Module, args, output) -> None:
-        model = self._model
-        if not self._pushed:  # the pre-hook itself failed
+        while _running and _running[-1].hook is not self and _running[-1].was_interrupted():
+            _running.pop().end()  # the interrupt was caught by the forward that ends now
+        if not _running or _running[-1].hook is not self:  # another pre-hook failed before ours was called
             return
-        if self._pushed.pop():
-            model.saved_views.pop()
-        model.depth -= 1
-        _running.pop()
-        model.let_go(self._units)
-        if not model.depth and not torch.is_grad_enabled():
-            model.forget_noticed()
+        _running.pop().end()
+        if not torch.is_grad_enabled() and not runs(self._model):
+            self._model.forget_noticed()
 
 
 def install(model: PartitionedModel, module: nn.Module, hosts: dict[nn.Module, list[Unit]]) -> None:

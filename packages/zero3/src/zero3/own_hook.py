@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 
-class OwnHook:
-    """Calls `function`. Its copies do nothing."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+class OwnHook(functools.partial):
+    """`functools.partial` whose copies do nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing

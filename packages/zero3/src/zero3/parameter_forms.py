@@ -23,34 +23,40 @@ from torch.utils._pytree import tree_leaves
 from .errors import UnsupportedError
 from .unit import ParamSlot
 
-_base = torch._C.TensorBase
-_data_slot: Any = _base.data
-_grad_slot: Any = _base.grad
+# torch's own attributes, past our properties. Bound once: they are called for every parameter at every gather.
+_data_slot: Any = torch._C.TensorBase.data
+_grad_slot: Any = torch._C.TensorBase.grad
+_get_data, _set_data = _data_slot.__get__, _data_slot.__set__
+_get_grad, _set_grad = _grad_slot.__get__, _grad_slot.__set__
 without_noticing = torch._C.DisableTorchFunctionSubclass
 
 
 def raw_data(param: Tensor) -> Tensor:
     """`param.data` past our property."""
     with without_noticing():
-        return _data_slot.__get__(param)
+        return _get_data(param)
 
 
 def raw_grad(param: Tensor) -> Tensor | None:
     """The gradient slot that autograd itself writes. Reading it must not count as an access."""
     with without_noticing():
-        return _grad_slot.__get__(param)
+        return _get_grad(param)
 
 
 def set_raw_grad(param: Tensor, value: Tensor | None) -> None:
     with without_noticing():
-        _grad_slot.__set__(param, value)
+        _set_grad(param, value)
 
 
 def take_raw_grad(param: Tensor) -> Tensor | None:
     """The gradient that autograd has left in its slot, which is empty afterwards."""
+    if type(param) is Gathered:  # notices nothing anyway
+        grad = _get_grad(param)
+        _set_grad(param, None)
+        return grad
     with without_noticing():
-        grad = _grad_slot.__get__(param)
-        _grad_slot.__set__(param, None)
+        grad = _get_grad(param)
+        _set_grad(param, None)
     return grad
 
 
@@ -195,8 +201,10 @@ def changed(slot: ParamSlot) -> bool:
 
 
 def changes_of(slot: ParamSlot) -> int:
-    """How often the values were changed, up to now."""
-    return slot.changes + (slot.param._version - slot.version if type(slot.param) is Gathered else 0)
+    """How often the values were changed, up to now, by itself or with the whole unit."""
+    changes = slot.unit.generation + slot.changes
+    param = slot.param
+    return changes + param._version - slot.version if type(param) is Gathered else changes
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -208,7 +216,7 @@ def release(slot: ParamSlot) -> None:
     param = slot.param
     if type(param) is not Gathered:  # a step that raised may have left a piece behind
         _adopt_class(param, Gathered)
-    _data_slot.__set__(param, slot.placeholder)
+    _set_data(param, slot.placeholder)
     param.__class__ = Released
 
 
@@ -216,8 +224,7 @@ def gather(slot: ParamSlot, view: Tensor) -> None:
     """Make the parameter `view` (its full shape, the unit's dtype)."""
     param = slot.param
     param.__class__ = Gathered  # first: this class may be given data without anybody noticing
-    _data_slot.__set__(param, view)
-    slot.version = param._version
+    _set_data(param, view)
 
 
 def mark_changed(slot: ParamSlot) -> None:
@@ -231,16 +238,17 @@ def present_piece(slot: ParamSlot, piece: Tensor, grad: Tensor | None) -> None:
     """Make the parameter this rank's part, for an optimizer."""
     param = slot.param
     _adopt_class(param, torch.nn.Parameter)
-    _grad_slot.__set__(param, None)  # its shape would be checked against the new data
-    _data_slot.__set__(param, piece)
-    _grad_slot.__set__(param, grad)
+    _set_grad(param, None)  # its shape would be checked against the new data
+    _set_data(param, piece)
+    _set_grad(param, grad)
 
 
 def withdraw_piece(slot: ParamSlot) -> None:
     """Back from the optimizer's part to the placeholder."""
-    _grad_slot.__set__(slot.param, None)
+    _set_grad(slot.param, None)
     if slot.unit.dtype != slot.unit.master_dtype:
         slot.forget_accumulator()  # torch has dropped the node when the dtype changed
+    slot.version = slot.param._version
     release(slot)
 
 
@@ -257,6 +265,8 @@ def adopt(slot: ParamSlot) -> None:
     if slot.param._post_accumulate_grad_hooks and not is_partitioned(slot.param):
         _refuse_hook(slot)
     slot.param._zero3 = slot
+    with without_noticing():
+        slot.version = slot.param._version
     set_raw_grad(slot.param, None)
     release(slot)
 

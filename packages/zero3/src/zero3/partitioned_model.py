@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import collectives, optimizer_pieces, parameter_forms
+from . import collectives, hooks, optimizer_pieces, parameter_forms
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .gradients import Gradients
@@ -82,12 +82,11 @@ class PartitionedModel:
         self._heap = HeapTrimmer()
         self._unit_count = 0
         self.pool = store.pool
-        self.gradients = Gradients(self, settings.reduce_dtype)
+        self.gradients = Gradients(self)
         # Handed to an optimizer's step that runs, or that raised, and whether with a gradient.
         self.pieces: dict[ParamSlot, bool] = {}
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
-        self.depth = 0  # how many hooked modules run now, one inside the other
         self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
         self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
@@ -157,7 +156,7 @@ class PartitionedModel:
             return
         if unit.flat is None:
             unit.buffer = self.pool.take(unit.nbytes, unit.name)
-            flat = unit.buffer.flat(unit.padded_numel, unit.dtype)
+            flat, _ = unit.buffer.laid_out(unit.layout)
             unit.pending = self.store.start_read(unit, unit.own_slice(flat))
             unit.flat = flat
         else:
@@ -186,9 +185,10 @@ class PartitionedModel:
                 unit.pending()
             unit.pending = None
         if unit.buffer is not None:
-            self._ready[unit.flat.untyped_storage()._cdata] = unit
-            for slot in unit.slots:
-                parameter_forms.gather(slot, slot.view_of(unit.flat))
+            self._ready[unit.buffer.address] = unit
+            _, views = unit.buffer.laid_out(unit.layout)
+            for slot, view in zip(unit.slots, views, strict=True):
+                parameter_forms.gather(slot, view)
         if unit.unwatched:
             self.gradients.watch(unit)
         move_param(unit, ParamState.READY)
@@ -208,7 +208,7 @@ class PartitionedModel:
         move_param(unit, ParamState.SHARDED)
 
     def _drop_buffer(self, unit: Unit) -> None:
-        del self._ready[unit.flat.untyped_storage()._cdata]
+        del self._ready[unit.buffer.address]
         for slot in unit.slots:
             parameter_forms.release(slot)
         unit.flat = None
@@ -248,13 +248,14 @@ class PartitionedModel:
 
     # -- who uses a unit -------------------------------------------------------------------------------------
 
-    def hold(self, units: Iterable[Unit]) -> None:
+    def hold(self, units: Sequence[Unit]) -> None:
         """A forward begins to use `units`."""
         for unit in units:
             unit.holds += 1
+        for unit in units:
             self.scheduler.needs(unit, "forward")
 
-    def let_go(self, units: Iterable[Unit]) -> None:
+    def let_go(self, units: Sequence[Unit]) -> None:
         """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
         recomputing = torch._C._current_graph_task_id() != -1
         for unit in units:
@@ -292,7 +293,7 @@ class PartitionedModel:
     def _phase(self) -> Phase:
         if torch._C._current_graph_task_id() != -1:
             return "backward"
-        return "forward" if self.depth else "access"
+        return "forward" if hooks.runs(self) else "access"
 
     def needed_by_backward(self, unit: Unit) -> None:
         """Backward is about to use a view of `unit` that forward saved."""
@@ -338,9 +339,10 @@ class PartitionedModel:
 
     def unit_of_memory(self, tensor: Tensor) -> Unit | None:
         """The gathered unit that `tensor` is a view of, if it is one and can be rebuilt."""
-        if tensor.layout is not torch.strided:
+        try:
+            unit = self._ready.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse tensor, or a wrapper around others: no view of anything
             return None
-        unit = self._ready.get(tensor.untyped_storage()._cdata)
         return unit if unit is not None and tensor.dtype == unit.dtype else None
 
     # -- borders ---------------------------------------------------------------------------------------------
@@ -359,6 +361,7 @@ class PartitionedModel:
         """Between forwards, backwards and steps: gradients at rest, nothing gathered by chance."""
         if torch._C._current_graph_task_id() != -1:
             return
+        hooks.end_interrupted()
         if self.pieces:
             optimizer_pieces.recover(self)
         self.gradients.settle()

@@ -34,18 +34,17 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class SavedView:
     """A view of a unit, without its memory. Lives as long as the graph node that saved it."""
 
-    __slots__ = ("changes", "generation", "offset", "size", "slot", "stride", "unit")
+    __slots__ = ("changes", "offset", "size", "slot", "stride", "unit")
 
     def __init__(self, unit: Unit, view: Tensor):
         self.unit = unit
         self.offset = view.storage_offset() - unit.flat.storage_offset()
         self.size = view.shape
         self.stride = view.stride()
-        self.slot = unit.slot_at(self.offset)
-        if self.slot.touched is not None:
+        self.slot = slot = unit.slot_at(self.offset)
+        if slot.touched is not None:
             unit.model.collect_changes(unit, watch=True)
-        self.generation = unit.generation
-        self.changes = changes_of(self.slot)
+        self.changes = changes_of(slot)
         unit.saved_views += 1
 
     def __del__(self):
@@ -54,7 +53,7 @@ class SavedView:
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
         unit = self.unit
-        if unit.generation != self.generation or changes_of(self.slot) != self.changes:
+        if changes_of(self.slot) != self.changes:
             raise StaleViewError(
                 f"parameter {self.slot.name} was changed (by an optimizer step or in place) after this forward "
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
@@ -118,15 +117,22 @@ class SavedViews:
     def push(self) -> bool:
         """Put our pair on top unless it is there already. True when it was put: `pop` must follow."""
         below = _autograd._top_saved_tensors_default_hooks(True)
-        if below is None:
-            pair = self._bare
-        else:
-            owner = getattr(below[0], "__self__", None)
-            if type(owner) is _HookPair and owner.model is self._model:
-                return False
-            pair = _HookPair(self._model, below)
+        if self._is_ours(below):
+            return False
+        pair = self._bare if below is None else _HookPair(self._model, below)
         _autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
         return True
 
     def pop(self) -> None:
+        """Take our pair off. After a forward that was interrupted others may have been put above it: they stay."""
+        above = []
+        while not self._is_ours(top := _autograd._top_saved_tensors_default_hooks(True)):
+            above.append(top)
+            _autograd._pop_saved_tensors_default_hooks()
         _autograd._pop_saved_tensors_default_hooks()
+        for pair in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+
+    def _is_ours(self, pair: Pair | None) -> bool:
+        owner = getattr(pair[0], "__self__", None) if pair is not None else None
+        return type(owner) is _HookPair and owner.model is self._model

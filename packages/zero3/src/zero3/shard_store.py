@@ -116,7 +116,8 @@ class InMemoryStore:
     def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
         present = self._gradients.get(unit)
         if present is None:
-            self._gradients[unit] = shard.to(unit.master_dtype, copy=True)
+            same = shard.dtype == unit.master_dtype
+            self._gradients[unit] = shard.clone() if same else shard.to(unit.master_dtype)
         else:
             present.add_(shard)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .bandwidth_centric import Partition, offsets_of, piece_shape
+from .buffer_pool import Layout
 from .unit_state import GradState, ParamState
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class ParamSlot:
         self.has_grad = False
         self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
-        self.version = 0  # the Parameter's own version counter when it was gathered
+        self.version = 0  # the Parameter's own version counter when `changes` was last brought up to date
         self._accumulator: Any = None
 
     def accumulator(self) -> Any:
@@ -89,6 +90,8 @@ class Unit:
     """A flat buffer, the parameters that view it, and this rank's shard of it.
 
     dtype         of the gathered parameters
+    wire_dtype    of its gradient while it is reduced
+    layout, wire_layout   of the parameters in a flat buffer, in these two dtypes
     master_dtype  of the shard that the optimizer updates, and of its gradient
     numel         elements of all parameters together, without padding
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
@@ -124,6 +127,8 @@ class Unit:
             ParamSlot(self, i, param, names, offset)
             for i, ((param, names), offset) in enumerate(zip(params, self._offsets, strict=True))
         ]
+        self.wire_dtype = model.settings.reduce_dtype or dtype
+        self.layout, self.wire_layout = self._layout_in(dtype), self._layout_in(self.wire_dtype)
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
@@ -169,7 +174,7 @@ class Unit:
     def own_slice(self, flat: Tensor) -> Tensor:
         """This rank's shard within `flat`."""
         start, stop = self.partition.bounds(self.rank)
-        return flat[start:stop]
+        return flat[start:stop] if stop - start < self.padded_numel else flat
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Zero what belongs to no parameter in `flat` (padded_numel,)."""
@@ -178,6 +183,9 @@ class Unit:
             return
         for start, stop in self._gaps:
             flat[start:stop].zero_()
+
+    def _layout_in(self, dtype: torch.dtype) -> Layout:
+        return Layout.of(dtype, self.padded_numel, tuple((slot.shape, slot.offset) for slot in self.slots))
 
     def _find_gaps(self) -> Iterator[tuple[int, int]]:
         for offset, slot in zip([*self._offsets[1:], self.padded_numel], self.slots, strict=True):

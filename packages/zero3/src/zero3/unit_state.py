@@ -28,6 +28,8 @@ class ParamState(Enum):
     GATHERING = "GATHERING"
     READY = "READY"
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python, and these are looked up all the time
+
     def __str__(self) -> str:
         return self.value
 
@@ -38,6 +40,8 @@ class GradState(Enum):
     REDUCING = "REDUCING"
     REDUCED = "REDUCED"
     COMMITTED = "COMMITTED"
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return self.value
