@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import io
+import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -323,3 +327,95 @@ def test_gradients_through_the_untied_and_the_tied_use_are_added():
     model.loss(model.data(0)).backward()
     assert_same(full_gradients(model), wanted)
     assert list(dict(model.named_parameters())) == ["embedding.weight"]
+
+
+def as_numpy(tensor):
+    return torch.from_numpy(np.array(tensor))
+
+
+READS = {
+    "tolist": lambda w, s: torch.tensor(w.tolist()),
+    "item": lambda w, s: torch.tensor(s.item()),
+    "numbers": lambda w, s: torch.tensor([float(s), int(s), complex(s).real, bool(s), math.sqrt(s)]),
+    "a list of scalars": lambda w, s: torch.tensor([s, s]),
+    "format": lambda w, s: torch.tensor(float(f"{s.detach():.3f}")),
+    "as an index": lambda w, s: torch.arange(9.0)[s.long()],
+    "numpy": lambda w, s: torch.from_numpy(w.detach().numpy().copy()),
+    "numpy by force": lambda w, s: torch.from_numpy(w.numpy(force=True).copy()),
+    "np.array": lambda w, s: as_numpy(w.detach()),
+    "np.asarray of a list": lambda w, s: as_numpy([s.detach(), s.detach()]),
+    "np.from_dlpack": lambda w, s: torch.from_numpy(np.from_dlpack(w.detach()).copy()),
+    "from_dlpack": lambda w, s: torch.from_dlpack(w.detach()).clone(),
+    "the address": lambda w, s: torch.tensor(ctypes.c_float.from_address(w.data_ptr()).value),
+    "storage": lambda w, s: torch.tensor(w.untyped_storage().tolist()[: w.nbytes]),
+    "data": lambda w, s: w.data.clone(),
+    "as_subclass": lambda w, s: w.as_subclass(torch.Tensor).detach().clone(),
+    "as_tensor": lambda w, s: torch.as_tensor(w).detach().clone(),
+    "membership": lambda w, s: torch.tensor([1.0 in w, 99.0 in w]),
+    "rows": lambda w, s: torch.stack(list(w)).detach(),
+    "largest": lambda w, s: torch.tensor([max(w.view(-1)), min(w.view(-1))]),
+    "collate": lambda w, s: torch.utils.data.default_collate([w, w]).detach(),
+    "foreach": lambda w, s: torch._foreach_add([w.detach()], 1.0)[0],
+    "a slice assigned": lambda w, s: torch.zeros(2, 2, 2).index_copy(0, torch.tensor([1]), w.detach()[None]),
+    "copy_": lambda w, s: torch.zeros(2, 2).copy_(w.detach()),
+    "set_": lambda w, s: torch.zeros(0).set_(w.detach()).clone(),
+    "equal": lambda w, s: torch.tensor([torch.equal(w, w.detach().clone()), torch.allclose(w, w)]),
+    "saved": lambda w, s: saved_and_loaded(w),
+    "autograd.Function": lambda w, s: Times.apply(w).detach(),
+}
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class TwoParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.s = nn.Parameter(torch.tensor([[1.0, 2.0], [4.0, 8.0]])), nn.Parameter(torch.tensor(3.0))
+
+
+def saved_and_loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).detach()
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_a_released_parameter_outside_of_any_forward(read):
+    plain, model = TwoParameters(), zero3.shard(TwoParameters(), store=DistantStore())
+    assert str(zero3.units(model)[0].state) == "SHARDED"
+    assert torch.equal(read(model.w, model.s), read(plain.w, plain.s))
+
+
+def test_memory_that_is_not_there_is_not_handed_out():
+    """Routes on which torch asks no class, and which want memory to write or for any purpose (collectives do too)."""
+    model = zero3.shard(TwoParameters(), store=DistantStore())
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(model.w)
+
+
+def test_integers_that_are_not_there_look_like_none():
+    class Integers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    model = zero3.shard(Integers(), store=DistantStore())
+    assert torch.tensor(model.w).tolist() == [torch.iinfo(torch.int64).max] * 4
+    assert model.w.tolist() == [0, 1, 2, 3]
+
+
+def test_a_gather_inside_a_functional_transform_is_refused():
+    _, model = TwoParameters(), zero3.shard(TwoParameters(), store=DistantStore())
+    with pytest.raises(zero3.UnsupportedError, match=r"torch\.func.*zero3\.gathered"):
+        torch.func.grad(lambda x: (x * model.s).sum())(torch.ones(2))
+    with zero3.gathered(model):
+        assert torch.func.grad(lambda x: (x * model.s).sum())(torch.ones(2)).tolist() == [3.0, 3.0]

@@ -118,6 +118,13 @@ class _Partitioned(torch.nn.Parameter):
         with torch.no_grad():
             raw_data(self).copy_(value)
 
+    def as_subclass(self, cls: type) -> Tensor:
+        """torch's own asks no class whether it may."""
+        slot = self._zero3
+        slot.unit.model.notice(slot)
+        touch(slot)
+        return super().as_subclass(cls)
+
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Refused: it would be called with this rank's own gradient, before the reduction."""
         _refuse_hook(self._zero3)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import collectives, hooks, optimizer_pieces, parameter_forms
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
+from .errors import UnsupportedError
 from .gradients import Gradients
 from .host_memory import HeapTrimmer
 from .saved_views import SavedViews
@@ -154,6 +155,11 @@ class PartitionedModel:
         """SHARDED → READING. Harmless in any other state."""
         if unit.state is not ParamState.SHARDED:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"unit {unit.name} cannot be gathered inside a torch.func transform (grad, vmap, ...), which would "
+                "take the gather for a part of the computation. Use zero3.gathered(model) around it."
+            )
         if unit.flat is None:
             unit.buffer = self.pool.take(unit.nbytes, unit.name)
             flat, _ = unit.buffer.laid_out(unit.layout)

@@ -195,7 +195,15 @@ class Unit:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element that shows a missed access: NaN, where the dtype has one, never a plausible number."""
+    """One element that shows a missed access: NaN, or the largest integer, never a plausible number.
+
+    Whoever asks for its memory to write there, or without saying for what, gets an error of torch's: collectives,
+    DLPack, and most extensions in C++.
+    """
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), float("nan"), dtype=dtype, device=device)
-    return torch.zeros((), dtype=dtype, device=device)
+        value: float | int = float("nan")
+    else:
+        value = torch.iinfo(dtype).max if dtype != torch.bool else 1
+    placeholder = torch.full((), value, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(placeholder)
+    return placeholder
