@@ -118,7 +118,7 @@ class _Partitioned(torch.nn.Parameter):
         with torch.no_grad():
             raw_data(self).copy_(value)
 
-    def as_subclass(self, cls: type) -> Tensor:
+    def as_subclass(self, cls: type) -> Any:
         """torch's own asks no class whether it may."""
         slot = self._zero3
         slot.unit.model.notice(slot)
