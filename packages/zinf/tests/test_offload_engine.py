@@ -7,10 +7,11 @@ import itertools
 
 import pytest
 import torch
-from zinf_testing import SETTINGS, config, make, offloaded, train
+from zinf_testing import SETTINGS, config, make, offloaded, plain, train
 
 import zero3
 import zinf
+from cpu_adam.torch import CPUAdam
 from zinf.config import TIERS
 
 
@@ -117,3 +118,59 @@ def test_a_read_for_another_device_passes_through_host_memory(nvme):
     del staged
     assert pool.in_use == before
     assert [span.stage for span in store.tiers.spans.take() if span.stage == "cg"] == ["cg"]
+
+
+@pytest.mark.parametrize("grads", TIERS)
+def test_full_gradients_of_no_sync_wait_on_the_tier_of_gradients(nvme, grads):
+    """Three micro-batches of which two are not reduced: seen inside as the plain sum, and stepped with as that."""
+    model, opt = offloaded(config(nvme, grads=grads))
+    reference, plain_opt = plain(optimizer=CPUAdam)
+    tiers = model._zero3_model.store.tiers
+    numel = sum(unit.padded_numel for unit in zero3.units(model))
+    with zinf.no_sync(model):
+        for step in range(2):
+            model.loss(model.data(step)).backward()
+            reference.loss(reference.data(step)).backward()
+        if grads == "nvme":
+            assert tiers.of("cpu").nbytes == tiers.of("device").nbytes == 0
+            assert tiers.nvme.traffic.written["gradients"] >= 2 * 4 * numel
+        else:
+            assert tiers.of(grads).nbytes == 4 * numel
+        for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(param.grad.as_subclass(torch.Tensor), whole.grad), name
+    for net, optimizer in ((model, opt), (reference, plain_opt)):
+        net.loss(net.data(2)).backward()
+        optimizer.step()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_a_gradient_dropped_inside_no_sync_does_not_come_back(nvme, grads):
+    model, _ = offloaded(config(nvme, grads=grads))
+    reference, _ = plain()
+    with zinf.no_sync(model):
+        model.loss(model.data(0)).backward()
+        next(iter(model.parameters())).grad = None
+    model.loss(model.data(1)).backward()
+    for step in range(2):
+        reference.loss(reference.data(step)).backward()
+        if step == 0:
+            next(iter(reference.parameters())).grad = None
+    for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(zinf.full_grad(param), whole.grad), name
+
+
+def test_bfloat16_gradients_of_no_sync_add_up_in_float32(nvme):
+    model, _ = offloaded(config(nvme, grads="nvme", dtype=torch.bfloat16))
+    singles = []
+    for step in range(8):
+        model.loss(model.data(step)).backward()
+        singles.append([zinf.full_grad(param).double() for param in model.parameters()])
+        model.zero_grad()
+    with zinf.no_sync(model):
+        for step in range(8):
+            model.loss(model.data(step)).backward()
+        for param, *grads in zip(model.parameters(), *singles, strict=True):
+            wanted = sum(grads)
+            assert (param.grad.as_subclass(torch.Tensor) - wanted).abs().max() <= 1e-6 * wanted.abs().max()

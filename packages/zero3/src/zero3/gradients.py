@@ -144,10 +144,10 @@ class Gradients:
         buffers = [pool.take(unit.padded_numel * dtype.itemsize, unit.name)]
         flat, views = buffers[0].laid_out(unit.wire_layout)
         slots = self._fill(unit, flat, views)
-        if unit.unsynced is not None:
+        if unit.unsynced_slots:
             slots += unit.unsynced_slots
-            flat.add_(unit.unsynced)
-            unit.unsynced, unit.unsynced_slots = None, set()
+            flat.copy_(self._unsynced(unit).add_(flat))
+            self._drop_unsynced(unit)
 
         def scratch(numel: int) -> Tensor:
             buffers.append(pool.take(numel * dtype.itemsize, unit.name))
@@ -216,15 +216,35 @@ class Gradients:
             for slot in absent:
                 stored[slot.start : slot.stop].zero_()
 
+    # -- no_sync ---------------------------------------------------------------------------------------------
+
     def _keep_unsynced(self, unit: Unit) -> None:
-        """no_sync: the full gradient waits on this rank."""
+        """The full gradient waits on this rank, where the store puts it; a sum of several is float32 at least."""
+        grads, unit.fresh_grads = unit.fresh_grads, {}
+        if unit.unsynced_slots:
+            flat = self._unsynced(unit)
+        else:
+            dtype = torch.promote_types(unit.wire_dtype, torch.float32)
+            flat = torch.zeros(unit.padded_numel, dtype=dtype, device=unit.device)
+        unit.unsynced_slots |= set(grads)
+        views = [unit.slots[i].view_of(flat) for i in grads]
+        torch._foreach_add_(views, [grad.to(flat.dtype) for grad in grads.values()])
+        self._model.store.keep_full_gradient(unit, flat)
+        unit.unsynced = None
+
+    def _unsynced(self, unit: Unit) -> Tensor:
+        """The full gradient that waits, in hand until it is kept again; zeros where user code dropped a part of it."""
         if unit.unsynced is None:
-            unit.unsynced = torch.zeros(unit.padded_numel, dtype=unit.wire_dtype, device=unit.device)
-        slots = sorted(unit.fresh_grads)
-        unit.unsynced_slots |= set(slots)
-        views = [unit.slots[i].view_of(unit.unsynced) for i in slots]
-        torch._foreach_add_(views, [unit.fresh_grads[i].to(unit.unsynced.dtype) for i in slots])
-        unit.fresh_grads.clear()
+            unit.unsynced = self._model.store.take_full_gradient(unit)
+            for slot in unit.slots:
+                if slot.index not in unit.unsynced_slots:
+                    slot.view_of(unit.unsynced).zero_()
+        return unit.unsynced
+
+    def _drop_unsynced(self, unit: Unit) -> None:
+        if unit.unsynced is None:
+            self._model.store.drop_full_gradient(unit)
+        unit.unsynced, unit.unsynced_slots = None, set()
 
     # -- borders ---------------------------------------------------------------------------------------------
 
@@ -266,7 +286,7 @@ class Gradients:
                 log.warning("unit %s: its gradient of an aborted backward is dropped", unit.name)
                 unit.awaited.clear()
                 unit.fresh_grads.clear()
-                if unit.unsynced is None:
+                if not unit.unsynced_slots:
                     unit_state.forget_fresh(unit, reduced=any(slot.has_grad for slot in unit.slots))
 
     def _agree(self, arrivals: set[ParamSlot]) -> set[ParamSlot]:
@@ -277,7 +297,7 @@ class Gradients:
         ranks = self._model.ranks
         units = [unit for unit in self._model.units if not unit.plain]
         slots = [slot for unit in units for slot in unit.slots]
-        flags = [unit in self._reduced or unit.unsynced is not None for unit in units]
+        flags = [unit in self._reduced or bool(unit.unsynced_slots) for unit in units]
         flags += [slot in arrivals or slot.index in slot.unit.unsynced_slots for slot in slots]
         if ranks.size > 1:
             what = "agreeing which parameters have a gradient"
@@ -318,7 +338,7 @@ class Gradients:
             part._zero3 = slot  # type: ignore[attr-defined]
             return part
         if slot.index in unit.unsynced_slots:
-            return slot.view_of(unit.unsynced)  # type: ignore[arg-type]
+            return slot.view_of(self._unsynced(unit))
         self._model.store.check_gradient(unit)
         return None
 
@@ -343,10 +363,12 @@ class Gradients:
         slot.has_grad = False
         if slot.index in unit.unsynced_slots:
             unit.unsynced_slots.discard(slot.index)
-            slot.view_of(unit.unsynced).zero_()  # type: ignore[arg-type]
+            if not unit.unsynced_slots:
+                self._drop_unsynced(unit)
+            elif unit.unsynced is not None:
+                slot.view_of(unit.unsynced).zero_()
         if any(other.has_grad for other in unit.slots) or unit.unsynced_slots:
             return
-        unit.unsynced = None
         self._model.store.drop_gradient(unit)
         if unit.grad_state in (GradState.ACCUMULATING, GradState.REDUCED, GradState.COMMITTED):
             move_grad(unit, GradState.NONE)

@@ -68,6 +68,18 @@ class ShardStore(Protocol):
     def drop_gradient(self, unit: Unit) -> None:
         """zero_grad(): nothing has arrived."""
 
+    def keep_full_gradient(self, unit: Unit, flat: Tensor) -> None:
+        """no_sync: this rank's own gradient of the whole unit, (padded_numel,), waits until it is taken or dropped.
+
+        `flat` is the store's from now on.
+        """
+
+    def take_full_gradient(self, unit: Unit) -> Tensor:
+        """What was kept, in its dtype; the caller's from now on, on the unit's device."""
+
+    def drop_full_gradient(self, unit: Unit) -> None:
+        """What was kept is not wanted."""
+
     def optimizer_shards(self, unit: Unit) -> Tensor:
         """The master shard for an optimizer of torch's to change in place, until `optimizer_done`."""
 
@@ -86,6 +98,7 @@ class InMemoryStore:
         self.pool = BufferPool(allocate_on(device))
         self._shards: dict[Unit, Tensor] = {}  # master dtype
         self._gradients: dict[Unit, Tensor] = {}  # master dtype
+        self._full_gradients: dict[Unit, Tensor] = {}
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
         self._shards[unit] = shard.to(self._device, unit.master_dtype)
@@ -93,6 +106,7 @@ class InMemoryStore:
     def forget(self, unit: Unit) -> None:
         self._shards.pop(unit, None)
         self._gradients.pop(unit, None)
+        self._full_gradients.pop(unit, None)
 
     def resident(self, unit: Unit) -> Tensor | None:
         shard = self._shards[unit]
@@ -129,6 +143,15 @@ class InMemoryStore:
 
     def drop_gradient(self, unit: Unit) -> None:
         self._gradients.pop(unit, None)
+
+    def keep_full_gradient(self, unit: Unit, flat: Tensor) -> None:
+        self._full_gradients[unit] = flat
+
+    def take_full_gradient(self, unit: Unit) -> Tensor:
+        return self._full_gradients.pop(unit)
+
+    def drop_full_gradient(self, unit: Unit) -> None:
+        del self._full_gradients[unit]
 
     def optimizer_shards(self, unit: Unit) -> Tensor:
         return self._shards[unit]

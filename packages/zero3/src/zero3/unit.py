@@ -143,8 +143,8 @@ class Unit:
         self.pending: Any = None  # what the present state waits for: a read, then a collective
         self.awaited: dict[int, set[int]] = {}  # backward's id -> slots whose gradient will still come
         self.fresh_grads: dict[int, Tensor] = {}  # slot -> full gradient, not yet reduced
-        self.unsynced: Tensor | None = None  # no_sync: the full gradient (padded_numel,)
-        self.unsynced_slots: set[int] = set()
+        self.unsynced: Tensor | None = None  # no_sync: the full gradient (padded_numel,), while it is in hand
+        self.unsynced_slots: set[int] = set()  # which parts of it, in hand or with the store, count
         self.reducing: Any = None
 
     def __repr__(self) -> str:

@@ -60,6 +60,7 @@ class OffloadEngine(ShardStore):
         self._sums: set[Unit] = set()  # units that accumulate: their gradient waits in float32 from then on
         self._waiting: set[Unit] = set()  # units with a gradient that waits
         self._grad_writes: list[tuple[Wait, PooledBuffer]] = []
+        self._full_gradients: dict[Unit, torch.dtype] = {}  # of no_sync, that wait
         self._looked_at: dict[Unit, tuple[Tensor, int]] = {}  # gradients that user code has: tensor, version when read
         self._with_moments: set[Unit] = set()
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
@@ -104,8 +105,9 @@ class OffloadEngine(ShardStore):
         if unit in self._numbers:
             for kind in (*unit_states.update_kinds(unit.dtype), "grad"):
                 self.tier(unit, kind).free(self.key(unit, kind))
-            del self._numbers[unit]
             self.drop_gradient(unit)
+            self.drop_full_gradient(unit)
+            del self._numbers[unit]
             self._with_moments.discard(unit)
 
     def resident(self, unit: Unit) -> Tensor | None:
@@ -176,6 +178,26 @@ class OffloadEngine(ShardStore):
     def check_gradient(self, unit: Unit) -> None:
         if self.updates is not None:
             self.updates.check_gradient(unit)
+
+    def keep_full_gradient(self, unit: Unit, flat: Tensor) -> None:
+        self._full_gradients[unit] = flat.dtype
+        tier, key = self.tier(unit, "grad"), self.key(unit, "full_grad")
+        if tier.name == "nvme":
+            self._write_grad_behind(tier.start_put, key, flat, flat.dtype)
+        else:
+            tier.start_put(key, flat)()
+
+    def take_full_gradient(self, unit: Unit) -> Tensor:
+        self._finish_grad_writes()
+        flat = torch.empty(unit.padded_numel, dtype=self._full_gradients[unit])
+        self.tier(unit, "grad").start_get(self.key(unit, "full_grad"), flat)()
+        self.drop_full_gradient(unit)
+        return flat.to(unit.device)
+
+    def drop_full_gradient(self, unit: Unit) -> None:
+        if self._full_gradients.pop(unit, None) is not None:
+            self._finish_grad_writes()
+            self.tier(unit, "grad").drop(self.key(unit, "full_grad"))
 
     def optimizer_shards(self, unit: Unit) -> Tensor:
         if self.placement.optimizer == "nvme":
@@ -258,18 +280,19 @@ class OffloadEngine(ShardStore):
         if tier.resident(key) is not None:
             tier.start_write(key, shard)()
         else:
-            self._start_grad_write(unit, tier, key, shard, dtype)
+            self._write_grad_behind(tier.start_write, key, shard, dtype)
         self._waiting.add(unit)
 
-    def _start_grad_write(self, unit: Unit, tier: Tier, key: Key, shard: Tensor, dtype: torch.dtype) -> None:
+    def _write_grad_behind(
+        self, start: Callable[[Key, Tensor], Wait], key: Key, gradient: Tensor, dtype: torch.dtype
+    ) -> None:
         """Behind backward's back: the write reads from a buffer of its own, given back when it is done."""
-        pool = self.tiers.host_pool
         while len(self._grad_writes) > 1:
             self._finish_grad_write()
-        buffer = pool.take(unit.shard_numel * dtype.itemsize, f"gradient of {unit.name}")
-        copy = buffer.flat(unit.shard_numel, dtype)
-        copy.copy_(shard)
-        self._grad_writes.append((tier.start_write(key, copy), buffer))
+        buffer = self.tiers.host_pool.take(gradient.numel() * dtype.itemsize, f"gradient {key}")
+        copy = buffer.flat(gradient.numel(), dtype)
+        copy.copy_(gradient)
+        self._grad_writes.append((start(key, copy), buffer))
 
     def _finish_grad_write(self) -> None:
         wait, buffer = self._grad_writes.pop(0)
@@ -277,10 +300,13 @@ class OffloadEngine(ShardStore):
         del wait
         self.tiers.host_pool.give_back(buffer)
 
-    def settle_gradients(self) -> None:
-        """Every gradient that goes to a drive is there, with what user code has changed of it."""
+    def _finish_grad_writes(self) -> None:
         while self._grad_writes:
             self._finish_grad_write()
+
+    def settle_gradients(self) -> None:
+        """Every gradient that goes to a drive is there, with what user code has changed of it."""
+        self._finish_grad_writes()
         for unit, (gradient, version) in self._looked_at.items():
             if gradient._version != version:
                 self.write(unit, "grad", gradient, 0)

@@ -38,7 +38,7 @@ class Key:
 
     unit: int
     kind: str
-    """"param", "remainder", "master", "exp_avg", "exp_avg_sq", "grad" or "activation"."""
+    """"param", "remainder", "master", "exp_avg", "exp_avg_sq", "grad", "full_grad" (of no_sync) or "activation"."""
 
     def __str__(self) -> str:
         return f"{self.unit}.{self.kind}"

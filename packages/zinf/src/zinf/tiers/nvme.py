@@ -23,7 +23,8 @@ from . import NO_WAIT, Key, Wait
 # writes a part of a tensor begins at a multiple of it.
 PIECE = 2 << 20
 
-_KINDS = {"param": "parameters", "grad": "gradients", "activation": "activations"}  # all others belong to the optimizer
+# All other kinds belong to the optimizer.
+_KINDS = {"param": "parameters", "grad": "gradients", "full_grad": "gradients", "activation": "activations"}
 
 
 @dataclass
