@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from zinf_testing import SETTINGS, config, make, offloaded, plain, train
 
 import zero3
@@ -101,6 +102,17 @@ def test_two_optimizers_of_one_model_are_refused(nvme):
         zinf.AdamW(model.parameters())
     with pytest.raises(TypeError):
         zinf.AdamW(make().parameters())
+
+
+def test_a_complex_parameter_is_refused_by_name_unless_it_is_frozen(nvme):
+    def phases(frozen):
+        net = nn.Linear(4, 4)
+        net.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=not frozen)
+        return zinf.shard(net, config(nvme))
+
+    with pytest.raises(TypeError, match="phase is torch.complex64"):
+        zinf.AdamW(phases(frozen=False).parameters())
+    zinf.AdamW(phases(frozen=True).parameters())
 
 
 def test_a_read_for_another_device_passes_through_host_memory(nvme):

@@ -23,7 +23,7 @@ from zero3 import parameter_forms
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
 
-from . import gradient_norm
+from . import gradient_norm, unit_states
 from .errors import ConfigError
 from .loss_scaling import LossScale
 from .offload_engine import OffloadEngine
@@ -46,7 +46,8 @@ class AdamW(torch.optim.Optimizer):
     Attributes: `skipped`, whether the last step was skipped because the norm of the gradients was not finite;
     `grad_norm`, the global norm before clipping, where it was computed, else None.
 
-    TypeError for parameters of other models; ValueError for settings out of range.
+    TypeError for parameters of other models, and of dtypes that `cpu_adam.step` does not update (complex, float64);
+    ValueError for settings out of range.
     """
 
     handles_partitioned_parameters = True  # zero3 leaves the parameters of a step to us
@@ -113,6 +114,11 @@ class AdamW(torch.optim.Optimizer):
             engine = slot.unit.model.store
             if not isinstance(engine, OffloadEngine):
                 raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
+            if param.requires_grad and slot.unit.dtype not in unit_states.UPDATED:
+                raise TypeError(
+                    f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
+                    "another optimizer, or freeze it with requires_grad_(False)"
+                )
             self._engines[engine] = slot.unit.model
             self.state[param].setdefault("step", 0)
             if engine.optimizer is self:

@@ -19,6 +19,8 @@ import cpu_adam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+UPDATED = (torch.bfloat16, torch.float16, torch.float32)  # gathered dtypes that an optimizer step takes
+
 
 def value_kinds(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Kinds that hold the values of a unit gathered in `dtype` -> their own dtypes."""
