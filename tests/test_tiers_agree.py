@@ -83,7 +83,7 @@ def test_budgets_and_settings_change_no_number(nvme, changes, overlap):
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_states_that_stream_in_several_pieces(nvme, overlap, monkeypatch):
-    for module in ("zinf.tiers.nvme", "zinf.offload_engine", "zinf.durable_save"):
+    for module in ("zinf.tiers.nvme", "zinf.offload_engine", "zinf.checkpoint_writer"):
         monkeypatch.setattr(f"{module}.PIECE", 2048)
     cfg = config(nvme, grads="nvme", dtype=torch.bfloat16, overlap_optimizer=overlap, unit_size="1GiB")
     assert run(cfg, 6) == in_memory(torch.bfloat16, 6)

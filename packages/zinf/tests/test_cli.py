@@ -212,7 +212,7 @@ def test_the_timeline_and_metrics_lie_where_they_are_wanted(tmp_path):
         (("--model", "gpt:layers=1000,hidden=10000,heads=10"), "too little space"),
         (("--model", "gpt:layers=2,hidden=32,heads=3"), "no multiple of heads"),
         (("--model", "gpt:layers=2,hidden=32,heads=2,vocab=100"), "vocab >= 256"),
-        (("--model", "."), "no config.json"),
+        (("--model", "."), "model"),
         (("--preset", "zero9"), "zero9"),
         (("--batch", "0"), "--batch"),
         (("--accumulate", "3"), "multiple of 3"),

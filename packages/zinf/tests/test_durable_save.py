@@ -17,6 +17,7 @@ import zinf
 from zinf import checkpoint_format
 from zinf.checkpoint_files import checkpoints, verify
 from zinf.config import OVERLAPS
+from zinf.shard_copy import ShardCopy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -309,11 +310,11 @@ def failing(rank, world, folder, nvme):
         def full(*args):
             raise OSError(28, "No space left on device", "rank-1.bin")
 
-        whole, zinf.durable_save._write_kind = zinf.durable_save._write_kind, full
+        whole, ShardCopy.copy = ShardCopy.copy, full
     with pytest.raises(Exception, match="No space left"):
         zinf.save(folder, model, optimizer)
     if rank == 1:
-        zinf.durable_save._write_kind = whole
+        ShardCopy.copy = whole
     torch.distributed.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == before
     if rank == 0:
@@ -434,7 +435,7 @@ def test_a_damaged_checkpoint_changes_nothing_that_can_be_checked_before(nvme, t
 KILLED = """
 import os, random, sys
 import torch, zinf
-from zinf import checkpoint_files, durable_save
+from zinf import checkpoint_files, checkpoint_writer, shard_copy
 from zinf_testing import config, offloaded, train
 
 nvme, folder, lives = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -458,8 +459,8 @@ def live(seed):
         return call
 
     os.rename, os.fsync, os.open = map(dying, (os.rename, os.fsync, os.open))
-    durable_save._write_kind = dying(durable_save._write_kind)
-    durable_save.shutil.rmtree = dying(durable_save.shutil.rmtree)
+    shard_copy.ShardCopy._start_write = dying(shard_copy.ShardCopy._start_write)
+    checkpoint_writer.shutil.rmtree = dying(checkpoint_writer.shutil.rmtree)
     while done < 4 * lives:
         print("loss", done, *(loss.hex() for loss in train(model, optimizer, [done])), flush=True)
         done += 1

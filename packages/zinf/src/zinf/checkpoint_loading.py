@@ -18,8 +18,9 @@ from . import unit_states
 from .checkpoint_extra import give_tensors
 from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
 from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord
+from .checkpoint_writer import buffers, saved_kinds
 from .companion_files import from_tensors
-from .durable_save import buffers, saved_kinds, settle
+from .durable_save import finish_background_save, settle
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
@@ -33,6 +34,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     what is damaged or does not fit; shapes and names are compared before anything is changed.
     """
     engine, machinery = engine_of(model)
+    finish_background_save(engine, machinery)
     path = find(dir)
     manifest = read_manifest(path)
     with together(machinery, "comparing the checkpoint with the model"):

@@ -31,6 +31,7 @@ from .tiers.nvme import PIECE
 
 if TYPE_CHECKING:
     from .activation_offload import ActivationStore
+    from .background_save import BackgroundSave
     from .offloaded_adamw import AdamW
     from .optimizer_in_step import UpdateInStep
 
@@ -66,6 +67,7 @@ class OffloadEngine(ShardStore):
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
         self.reporter = Reporter(self)
         self.newest_checkpoint: str | None = None
+        self.saving: BackgroundSave | None = None  # a checkpoint that is on its way
         self.companions: Companions = {}  # configuration, tokenizer, ... that the model's weights came with
 
     # -- where things lie ------------------------------------------------------------------------------------
@@ -103,6 +105,7 @@ class OffloadEngine(ShardStore):
 
     def forget(self, unit: Unit) -> None:
         if unit in self._numbers:
+            self.before_change(unit)
             for kind in (*unit_states.update_kinds(unit.dtype), "grad"):
                 self.tier(unit, kind).free(self.key(unit, kind))
             self.drop_gradient(unit)
@@ -213,6 +216,12 @@ class OffloadEngine(ShardStore):
     def optimizer_done(self, unit: Unit) -> None:
         self._put_values(unit, self._lent.pop(unit), 0)
 
+    def before_change(self, unit: Unit) -> None:
+        """States of `unit` are about to change: a checkpoint on its way gets them as they were."""
+        if self.saving is not None:
+            with self.tiers.spans.running("stall", f"saving {unit.name}"):
+                self.saving.before_change(unit)
+
     # -- values ----------------------------------------------------------------------------------------------
 
     def _values(self, unit: Unit, start: int, stop: int) -> Tensor:
@@ -223,6 +232,7 @@ class OffloadEngine(ShardStore):
 
     def _put_values(self, unit: Unit, values: Tensor, first: int) -> None:
         """Keep master values from element `first` (a multiple of PIECE) on."""
+        self.before_change(unit)
         for start, stop in pieces(values.numel()):
             parts = unit_states.split(unit.dtype, values[start:stop].to("cpu"))
             for kind, part in parts.items():
@@ -236,6 +246,7 @@ class OffloadEngine(ShardStore):
 
     def write(self, unit: Unit, kind: str, values: Tensor, start: int) -> None:
         """Keep `values` from element `start` (a multiple of PIECE) on."""
+        self.before_change(unit)
         self.tier(unit, kind).start_write(self.key(unit, kind), values, start)()
 
     @contextmanager

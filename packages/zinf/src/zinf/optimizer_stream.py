@@ -113,6 +113,7 @@ class OptimizerStream:
         param_out  (shard_numel,) in the unit's dtype: receives the updated parameters, for a gather at hand
         """
         self._engine.create_moments(unit)
+        self._engine.before_change(unit)
         for start, stop in pieces(unit.shard_numel):
             piece = Piece(unit, start, stop)
             runs = _runs(piece, settings)

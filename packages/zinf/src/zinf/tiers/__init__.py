@@ -5,6 +5,7 @@ A tier keeps tensors by key (unit, kind). `first` counts elements from the start
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,12 @@ class Wait:
 
     def done(self) -> bool:
         return all(request.done() for request in self._requests)
+
+    def settle(self) -> None:
+        """Wait for the end, be it a failure: no memory is in use any more."""
+        for request in self._requests:
+            with contextlib.suppress(Exception):
+                request.wait()
 
 
 @dataclass(frozen=True)

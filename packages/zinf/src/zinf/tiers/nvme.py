@@ -7,6 +7,7 @@ buffer, and a large read keeps several requests in flight. Every piece has its o
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,10 +35,13 @@ class Traffic:
     read: dict[str, int] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
 
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # a checkpoint is read by a thread
+
     def count(self, direction: str, kind: str, nbytes: int) -> None:
         counter = getattr(self, direction)
         name = _KINDS.get(kind, "optimizer")
-        counter[name] = counter.get(name, 0) + nbytes
+        with self._lock:
+            counter[name] = counter.get(name, 0) + nbytes
 
 
 class NvmeTier:
