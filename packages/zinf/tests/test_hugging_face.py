@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional as F
 
+import zinf
 from zinf.cli import main
 from zinf.training.text_source import read_text
 from zinf.training.token_data import TokenData, training_batch, validation_batches
@@ -271,3 +272,37 @@ def test_the_builtin_text_is_one_document(model_dir, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
     assert losses(tmp_path / "out") == pytest.approx([loss_of(model, tokens, targets).item()], rel=1e-5)
     assert printed_losses(found)[1] < printed_losses(found)[0]
+
+
+@pytest.mark.peers
+def test_peft_adapters_on_an_offloaded_model_train_as_on_a_plain_one(model_dir, tmp_path):
+    peft = pytest.importorskip("peft")
+    data = tokens_of(transformers.AutoTokenizer.from_pretrained(model_dir), TEXT)
+
+    def adapted():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+    def losses_of(model, make_optimizer):
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = make_optimizer(trained, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        seen = []
+        for step in range(STEPS):
+            loss = loss_of(model, *training_batch(data, seed=0, step=step, batch=BATCH, seq=SEQ))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    def offloaded(place):
+        config = zinf.Config(
+            params=place, grads="cpu", optimizer=place, nvme=[tmp_path], dtype=torch.float32, resident=0
+        )
+        return zinf.shard(adapted(), config)
+
+    on_drive = losses_of(offloaded("nvme"), zinf.AdamW)
+    assert on_drive == losses_of(offloaded("device"), zinf.AdamW)
+    assert on_drive == pytest.approx(losses_of(adapted(), torch.optim.AdamW), rel=1e-5)
+    assert on_drive[-1] < on_drive[0]

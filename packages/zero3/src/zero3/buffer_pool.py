@@ -8,14 +8,15 @@ tensors share the storage; a buffer with an unknown user is retired until that u
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from .first_rank_log import first_rank_logger
+
+log = first_rank_logger(__name__)
 
 # Warn when memory of retired buffers passes this.
 _RETIRED_WARNING_BYTES = 256 << 20

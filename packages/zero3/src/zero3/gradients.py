@@ -12,7 +12,6 @@ agree which parameters have a gradient at all.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from . import collectives, unit_state
 from .errors import UnsupportedError
+from .first_rank_log import first_rank_logger
 from .own_hook import OwnHook
 from .parameter_forms import ShardGradient, take_raw_grad, without_noticing
 from .unit_state import GradState, move_grad
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
     from .unit import ParamSlot, Unit
 
-log = logging.getLogger(__name__)
+log = first_rank_logger(__name__)
 
 
 # Bytes of reductions on their way that are not worth a wait.

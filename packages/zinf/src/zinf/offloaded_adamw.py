@@ -13,7 +13,7 @@ All make the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from zero3 import parameter_forms
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
 
-from . import gradient_norm, unit_states
+from . import gradient_norm, optimizer_state_dict, unit_states
 from .errors import ConfigError
 from .loss_scaling import LossScale
 from .offload_engine import OffloadEngine
@@ -246,6 +246,22 @@ class AdamW(torch.optim.Optimizer):
             "torch.amp.GradScaler does not reach gradients on other tiers: use Config(loss_scale='dynamic') and "
             "optimizer.scale(loss).backward()"
         )
+
+    # -- state dicts -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings of the groups and step counters, and nothing else: the moments stay on their tiers.
+
+        To keep a run, use `zinf.save`; to look at a parameter's moments, `zinf.full_state`.
+        """
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up a torch.optim.AdamW's state dict: settings, counters, and moments as whole tensors. Collective.
+
+        RuntimeError for one without moments, as our own `state_dict` gives: `zinf.load` takes up a zinf run.
+        """
+        optimizer_state_dict.load(self, state_dict)
 
     # -- states ----------------------------------------------------------------------------------------------
 

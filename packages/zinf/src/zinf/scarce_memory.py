@@ -10,11 +10,12 @@ this is done only where it is needed.
 from __future__ import annotations
 
 import ctypes
-import logging
+
+from zero3.first_rank_log import first_rank_logger
 
 from .placement import available_memory
 
-log = logging.getLogger(__name__)
+log = first_rank_logger(__name__)
 
 # With less than this to be had, memory is scarce.
 _PLENTY = 8 << 30

@@ -19,6 +19,7 @@ from zero3.collectives import Ranks
 
 from .errors import ConfigError
 from .spans import Spans
+from .swap_filesystem import warn_unless_drives
 from .tiers import Tier
 from .tiers.memory import MemoryTier
 from .tiers.nvme import NvmeTier
@@ -51,6 +52,7 @@ class TierSet:
     def of(self, name: str) -> Tier:
         if name == "nvme" and "nvme" not in self._tiers:
             check_directories(self._nvme_dirs)
+            warn_unless_drives(self._nvme_dirs)
             self._tiers["nvme"] = NvmeTier(self._nvme_dirs, self._checksum, self.spans)
         return self._tiers[name]
 
