@@ -230,6 +230,46 @@ def test_an_overflow_skips_the_step_and_says_so(ranks, nvme, overlap, settings):
     ranks(overflowing, 2, str(nvme), overlap, settings, (1,))
 
 
+# -- schedules ------------------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "by hand": None,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_new_rate_is_used_on_the_very_next_step_and_what_is_frozen_stays(nvme, overlap, name):
+    """All parameters go into the optimizer, half of them frozen; the rate changes after every step."""
+
+    def run(model, optimizer):
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = SCHEDULES[name](optimizer) if SCHEDULES[name] else None
+        for step in range(5):
+            train(model, optimizer, [step])
+            if scheduler:
+                scheduler.step()
+            else:
+                optimizer.param_groups[0]["lr"] = 0.01 / (2 + step)
+        return state_of(model)
+
+    def frozen_half(model):
+        for block in model.blocks[:2]:
+            block.requires_grad_(False)
+        return model
+
+    reference, start = frozen_half(make()), state_of(make())
+    wanted = run(reference, CPUAdam(reference.parameters(), **SETTINGS))
+    for tier in ("cpu", "nvme"):
+        model = zinf.shard(frozen_half(make()), config(nvme, tier, tier, tier, overlap_optimizer=overlap))
+        found = run(model, zinf.AdamW(model.parameters(), **SETTINGS))
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), (tier, key)
+            assert torch.equal(found[key], start[key]) == key.startswith(("blocks.0", "blocks.1", "seen")), key
+
+
 # -- one path, several models ---------------------------------------------------------------------------------
 
 

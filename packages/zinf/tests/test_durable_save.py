@@ -127,6 +127,35 @@ def test_frozen_parameters_and_buffers(nvme, tmp_path):
     assert kinds["blocks.2"] == {"param", "remainder", "exp_avg", "exp_avg_sq"}
 
 
+def frozen_on_ranks(rank, world, nvme, folder):
+    """Saved and loaded strictly, each in a model of another seed."""
+
+    def build(seed):
+        model = make(seed, width=18, vocabulary=41)
+        model.blocks[:2].requires_grad_(False)
+        model.seen += seed
+        model = zinf.shard(model, config(nvme, dtype=torch.bfloat16))
+        return model, zinf.AdamW([param for param in model.parameters() if param.requires_grad], **SETTINGS)
+
+    model, optimizer = build(1)
+    train(model, optimizer, 2, rank, world)
+    zinf.save(folder, model, optimizer)
+    zinf.export(model, f"{folder}/weights")
+    other, its_optimizer = build(7)
+    zinf.load(folder, other, its_optimizer)
+    assert_same(state_of(other), state_of(model))
+    assert_same(full_states(other), full_states(model))
+    third, _ = build(9)
+    assert zinf.load_pretrained(third, f"{folder}/weights") == ([], [])
+    found, wanted = state_of(third), state_of(model)
+    return [torch.equal(found[name].bfloat16(), value.bfloat16()) for name, value in wanted.items()]
+
+
+def test_frozen_parameters_and_buffers_of_two_ranks(ranks, nvme, tmp_path):
+    for found in ranks(frozen_on_ranks, 2, str(nvme), str(tmp_path / "run")):
+        assert all(found)
+
+
 def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     """Resumed in an optimizer that was built with other values."""
 

@@ -168,6 +168,16 @@ class Source(Protocol):
 
 def load_from(model: nn.Module, source: Source, strict: bool):
     """Load what this rank keeps of every tensor of `source`. Errors and result as `load_state_dict`."""
+    entries, result = compare(model, source, strict)
+    load_entries(entries, source)
+    return result
+
+
+def compare(model: nn.Module, source: Source, strict: bool) -> tuple[dict[str, Tensor], Any]:
+    """The model's parameters and buffers that `source` has, by name, and (missing_keys, unexpected_keys).
+
+    RuntimeError as `load_state_dict`.
+    """
     entries: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     persistent = set(persistent_buffers(model))
     entries.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in persistent)
@@ -184,15 +194,18 @@ def load_from(model: nn.Module, source: Source, strict: bool):
             faults.append(f"{name}: {source.shape(name)} in the state, {tuple(entry.shape)} in the model")
     if faults:
         raise RuntimeError(f"cannot load the state into {type(model).__name__}: " + "; ".join(faults))
+    present = {name: entry for name, entry in entries.items() if name in available}
+    return present, nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def load_entries(entries: Mapping[str, Tensor], source: Source) -> None:
+    """Load parameters and buffers, which `source` has under these names."""
     for name, entry in entries.items():
-        if name not in available:
-            continue
         if parameter_forms.is_partitioned(entry):
             _load_slot(parameter_forms.slot_of(entry), source, name)
         else:
             with torch.no_grad():
                 entry.copy_(source.flat_part(name, 0, entry.numel()).view(entry.shape))
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
 def _load_slot(slot: ParamSlot, source: Source, name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load as load_tensors
@@ -14,6 +16,7 @@ import deepnvme
 from . import checkpoint_format as layout
 from .checkpoint_format import DTYPES, Manifest, UnitRecord
 from .errors import CheckpointError
+from .read_ahead import ReadAhead, Stretch
 
 
 def checkpoints(dir: str | os.PathLike) -> list[Path]:
@@ -59,60 +62,93 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     return load_tensors(blob)
 
 
-class PieceReader:
-    """Elements of a kind's shards, every piece checked against its checksum. Keeps the newest pieces."""
+@dataclass(frozen=True)
+class Piece:
+    """What one checksum covers: a kind of a unit's shard of a rank, by number."""
 
-    def __init__(self, path: Path, manifest: Manifest):
+    unit: UnitRecord = field(compare=False)
+    unit_id: int
+    kind: str
+    rank: int
+    number: int
+
+
+class PieceReader:
+    """Elements of a kind's shards, every piece checked against its checksum.
+
+    order   the stretches of units that will be read, (unit, kind, start, stop) as for `read`: they are read ahead
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, order: Iterable[tuple[UnitRecord, str, int, int]] | None = None
+    ):
         self._path, self._manifest = path, manifest
-        self._kept: dict[tuple, Tensor] = {}
+        self._order = order
 
     def __enter__(self) -> PieceReader:
-        self._io = deepnvme.Engine()
-        files = range(self._manifest.ranks)
-        self._files = [deepnvme.File(self._path / layout.rank_file(rank), "r") for rank in files]
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            files = range(self._manifest.ranks)
+            self._files = [
+                stack.enter_context(deepnvme.File(self._path / layout.rank_file(rank), "r")) for rank in files
+            ]
+            pieces = (piece for wanted in self._order or () for piece, _ in self._pieces(*wanted))
+            self._ahead = stack.enter_context(ReadAhead(self._stretch(piece) for piece in pieces))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kept.clear()
-        for file in self._files:
-            file.close()
-        self._io.close()
+        self._stack.close()
 
     def read(self, unit: UnitRecord, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """[start, stop) of the unit's flat buffer, all ranks' shards one after the other: (start, elements)."""
+        """[start, stop) of the unit's flat buffer, all ranks' shards one after the other: (start, elements).
+
+        Elements are valid until the next ones. CheckpointError names what is damaged.
+        """
+        for piece, first in self._pieces(unit, kind, start, stop):
+            elements = self.read_checked(piece)
+            low, high = max(start, first), min(stop, first + elements.numel())
+            yield low, elements[low - first : high - first]
+
+    def read_checked(self, piece: Piece) -> Tensor:
+        """The elements of one piece."""
+        stretch, record = self._stretch(piece), piece.unit.kinds[piece.kind]
+        content, is_new = self._ahead.get(stretch)
+        if is_new and deepnvme.crc32c(content) != record.crc32c[piece.rank][piece.number]:
+            count = stretch.nbytes // DTYPES[record.dtype].itemsize
+            names = _names_within(piece.unit, self._first(piece), count)
+            raise CheckpointError(
+                f"{self._path / layout.rank_file(piece.rank)}: {piece.kind} of {', '.join(names)} is damaged "
+                f"({stretch.nbytes} bytes at {stretch.file_offset})"
+            )
+        return content.view(DTYPES[record.dtype])
+
+    def all_pieces(self) -> Iterator[Piece]:
+        """Every piece of the checkpoint."""
+        for unit in self._manifest.units:
+            for kind in unit.kinds:
+                whole = (unit, kind, 0, unit.shard_numel * self._manifest.ranks)
+                yield from (piece for piece, _ in self._pieces(*whole))
+
+    def _pieces(self, unit: UnitRecord, kind: str, start: int, stop: int) -> Iterator[tuple[Piece, int]]:
+        """The pieces that hold [start, stop), and where in the unit's flat buffer each begins."""
         numel = self._manifest.piece_numel
         while start < stop:
             rank, within = divmod(start, unit.shard_numel)
-            piece, offset = divmod(within, numel)
-            elements = self._piece(unit, kind, rank, piece)
-            count = min(stop - start, elements.numel() - offset)
-            yield start, elements[offset : offset + count]
-            start += count
+            piece = Piece(unit, id(unit), kind, rank, within // numel)
+            first = self._first(piece)
+            yield piece, first
+            start = min(first + numel, (rank + 1) * unit.shard_numel)
 
-    def _piece(self, unit: UnitRecord, kind: str, rank: int, piece: int) -> Tensor:
-        key = (id(unit), kind, rank, piece)
-        if key not in self._kept:
-            self._kept[key] = self.read_checked(unit, kind, rank, piece)
-            while len(self._kept) > _KEPT_PIECES:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[key]
+    def _first(self, piece: Piece) -> int:
+        return piece.rank * piece.unit.shard_numel + piece.number * self._manifest.piece_numel
 
-    def read_checked(self, unit: UnitRecord, kind: str, rank: int, piece: int) -> Tensor:
-        record, numel = unit.kinds[kind], self._manifest.piece_numel
-        dtype = DTYPES[record.dtype]
-        count = min(numel, unit.shard_numel - piece * numel)
-        elements = deepnvme.empty(count * dtype.itemsize).torch()
-        self._io.read(self._files[rank], elements, record.file_offset + piece * numel * dtype.itemsize).wait()
-        if deepnvme.crc32c(elements) != record.crc32c[rank][piece]:
-            names = _names_within(unit, rank * unit.shard_numel + piece * numel, count)
-            raise CheckpointError(
-                f"{self._path / layout.rank_file(rank)}: {kind} of {', '.join(names)} is damaged "
-                f"({count * dtype.itemsize} bytes at {record.file_offset + piece * numel * dtype.itemsize})"
-            )
-        return elements.view(dtype)
-
-
-_KEPT_PIECES = 4
+    def _stretch(self, piece: Piece) -> Stretch:
+        record, numel = piece.unit.kinds[piece.kind], self._manifest.piece_numel
+        itemsize = DTYPES[record.dtype].itemsize
+        count = min(numel, piece.unit.shard_numel - piece.number * numel)
+        offset = record.file_offset + piece.number * numel * itemsize
+        return Stretch(self._files[piece.rank], offset, count * itemsize)
 
 
 def _names_within(unit: UnitRecord, start: int, count: int) -> list[str]:
@@ -128,18 +164,11 @@ def verify(dir: str | os.PathLike) -> list[str]:
         read_tensors(path, manifest)
     except (CheckpointError, OSError, ValueError) as error:
         damaged.append(str(error))
-    with PieceReader(path, manifest) as reader:
-        for unit, kind, rank in _all_shards(manifest):
-            for piece in range(-(-unit.shard_numel // manifest.piece_numel)):
-                try:
-                    reader.read_checked(unit, kind, rank, piece)
-                except (CheckpointError, OSError) as error:
-                    damaged.append(str(error))
+    whole = ((u, kind, 0, u.shard_numel * manifest.ranks) for u in manifest.units for kind in u.kinds)
+    with PieceReader(path, manifest, whole) as reader:
+        for piece in reader.all_pieces():
+            try:
+                reader.read_checked(piece)
+            except (CheckpointError, OSError) as error:
+                damaged.append(str(error))
     return damaged
-
-
-def _all_shards(manifest: Manifest) -> Iterable[tuple[UnitRecord, str, int]]:
-    for unit in manifest.units:
-        for kind in unit.kinds:
-            for rank in range(manifest.ranks):
-                yield unit, kind, rank

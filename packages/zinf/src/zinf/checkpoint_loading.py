@@ -6,6 +6,9 @@ Every parameter is mapped to wherever its bytes are; everything is compared befo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
 from .rank_failures import together
+from .tier_fill import TierFill
 
 
 def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> Any:
@@ -50,9 +54,8 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     settle(engine, machinery)
     for slot in places:
         slot.param.grad = None  # a checkpoint lies between two steps
-    with together(machinery, "loading the checkpoint"), PieceReader(path, manifest) as reader:
-        for unit in machinery.units:
-            _load_unit(engine, unit, places, reader)
+    with together(machinery, "loading the checkpoint"):
+        _load_units(engine, machinery, places, path, manifest)
     with torch.no_grad():
         for name, buffer in buffers(model):
             buffer.copy_(tensors[f"buffer.{name}"])
@@ -96,24 +99,63 @@ def _unlike_kinds(engine: OffloadEngine, slot: ParamSlot, record: UnitRecord) ->
     return []
 
 
-def _load_unit(engine: OffloadEngine, unit: Unit, places: dict[ParamSlot, Place], reader: PieceReader) -> None:
-    """Fill this rank's shard of `unit`, every kind, piece by piece."""
-    first = unit.rank * unit.shard_numel  # of this rank's shard in the unit's flat buffer
-    for kind, dtype in saved_kinds(engine, unit).items():
-        for start, stop in pieces(unit.shard_numel):
-            with engine.host_buffer(stop - start, dtype) as part:
-                part.zero_()
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements [start, stop) of a unit's flat buffer in the checkpoint, and where they belong in a part of a shard."""
+
+    record: UnitRecord
+    start: int
+    stop: int
+    to: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """[start, stop) of one kind of a unit's shard, and what fills it; the rest is zeros."""
+
+    unit: Unit
+    kind: str
+    dtype: torch.dtype
+    start: int
+    stop: int
+    stretches: list[_Stretch]
+
+
+def _parts(engine: OffloadEngine, machinery: PartitionedModel, places: dict[ParamSlot, Place]) -> Iterator[_Part]:
+    """All parts of this rank's shards, in the order in which they are filled."""
+    for unit in machinery.units:
+        first = unit.rank * unit.shard_numel  # of this rank's shard in the unit's flat buffer
+        for kind, dtype in saved_kinds(engine, unit).items():
+            for start, stop in pieces(unit.shard_numel):
+                stretches = []
                 for slot in unit.slots:
                     low = max(slot.offset, first + start)
                     high = min(slot.offset + slot.numel, first + stop)
                     record, saved = places[slot]
                     if low < high and kind in record.kinds:
                         shift = low - slot.offset + saved.offset  # of `low`, in the checkpoint's unit
-                        for at, elements in reader.read(record, kind, shift, shift + high - low):
-                            to = low + at - shift - first - start
-                            part[to : to + elements.numel()] = elements
-                engine.write(unit, kind, part, start)
-    unit.model.values_changed(unit)
+                        stretches.append(_Stretch(record, shift, shift + high - low, low - first - start))
+                yield _Part(unit, kind, dtype, start, stop, stretches)
+
+
+def _load_units(
+    engine: OffloadEngine, machinery: PartitionedModel, places: dict[ParamSlot, Place], path: Path, manifest: Manifest
+) -> None:
+    """Fill this rank's shards, read ahead and written behind."""
+    parts = _parts(engine, machinery, places)
+    order = ((s.record, part.kind, s.start, s.stop) for part in parts for s in part.stretches)
+    longest = max((unit.shard_numel for unit in machinery.units), default=0)
+    with PieceReader(path, manifest, order) as reader, TierFill(engine, longest) as fill:
+        for part in _parts(engine, machinery, places):
+            with fill.part(part.unit, part.kind, part.dtype, part.start, part.stop) as out:
+                if sum(s.stop - s.start for s in part.stretches) < out.numel():
+                    out.zero_()
+                for s in part.stretches:
+                    for at, elements in reader.read(s.record, part.kind, s.start, s.stop):
+                        to = s.to + at - s.start
+                        out[to : to + elements.numel()] = elements
+    for unit in machinery.units:
+        unit.model.values_changed(unit)
 
 
 def _match_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -1,9 +1,8 @@
 """export() and load_pretrained(): safetensors in Hugging Face's layout, streamed between file and tier.
 
 A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`. Writing goes unit by unit,
-each gathered once; reading slices of every tensor only the rows that this rank keeps. The whole model is never in
-memory. The file format is simple enough to write by hand, as a stream: eight bytes of header length, a JSON header
-with every tensor's dtype, shape and place, then the elements (safetensors' own writer wants all tensors at once).
+each gathered once, the next one on its way from its tier; reading takes of every tensor only what this rank keeps,
+read ahead and written behind. The whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -11,50 +10,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero3 import full_state as zero3_full_state
 from zero3 import gathered, parameter_forms
+from zero3.unit import ParamSlot, Unit
 
-from . import checkpoint_files
+from . import checkpoint_files, unit_states
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord
 from .companion_files import from_tensors, read_companions, write_companions
 from .errors import CheckpointError
-from .offload_engine import engine_of
+from .offload_engine import OffloadEngine, engine_of, pieces
+from .read_ahead import ReadAhead, Stretch, as_elements
+from .safetensors_file import Entry, SafetensorsFile, header
+from .sequential_file import SequentialFile, as_bytes
+from .tier_fill import TierFill
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # Bytes of one file, as the Hub's tools cut them.
 _FILE_BYTES = 5 * 10**9
-
-_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for extent in self.shape:
-            count *= extent
-        return count
 
 
 # -- writing --------------------------------------------------------------------------------------------------
@@ -63,7 +44,7 @@ class _Entry:
 class _Writer:
     """Files of a folder, written in the order of `entries`, under their names only when all are complete."""
 
-    def __init__(self, folder: Path, entries: list[_Entry], file_bytes: int = _FILE_BYTES):
+    def __init__(self, folder: Path, entries: list[Entry], file_bytes: int = _FILE_BYTES):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._files = _cut(entries, file_bytes)
@@ -71,7 +52,7 @@ class _Writer:
         self._order = [(entry, number) for number, file in enumerate(self._files) for entry in file]
         self._next = 0
         self._left = 0  # bytes of the current tensor that are still to come
-        self._open: BinaryIO | None = None
+        self._open: SequentialFile | None = None
         self._open_number = -1
 
     def begin(self, name: str) -> None:
@@ -82,19 +63,19 @@ class _Writer:
         self._next += 1
         self._left = entry.nbytes
         if number != self._open_number:
-            self._close_file()
-            self._open = self._beside(number).open("wb")
-            self._open.write(_header(self._files[number]))
-            self._open_number = number
+            self._finish_file()
+            self._begin_file(number)
 
     def elements(self, part: Tensor) -> None:
         """The next elements of the current tensor."""
         self._left -= part.nbytes
-        self._open.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)  # type: ignore[union-attr]
+        self._open.write(part.contiguous().view(-1).view(torch.uint8))  # type: ignore[union-attr]
 
     def finish(self) -> int:
         """Give the files their names; returns the bytes of the tensors."""
-        self._close_file()
+        if not self._order:
+            self._begin_file(0)
+        self._finish_file()
         for number, name in enumerate(self._names):
             os.replace(self._beside(number), self._folder / name)
         total = sum(entry.nbytes for entry, _ in self._order)
@@ -116,17 +97,22 @@ class _Writer:
     def _beside(self, number: int) -> Path:
         return self._folder / f".{self._names[number]}"
 
-    def _close_file(self) -> None:
+    def _begin_file(self, number: int) -> None:
+        self._beside(number).unlink(missing_ok=True)  # of an export that was killed, perhaps longer
+        head = header(self._files[number])
+        nbytes = len(head) + sum(entry.nbytes for entry in self._files[number])
+        self._open, self._open_number = SequentialFile(self._beside(number), nbytes), number
+        self._open.write(as_bytes(head))
+
+    def _finish_file(self) -> None:
         if self._open is not None:
-            self._open.flush()
-            os.fsync(self._open.fileno())
-            self._open.close()
+            self._open.finish()
             self._open = None
 
 
-def _cut(entries: list[_Entry], file_bytes: int) -> list[list[_Entry]]:
+def _cut(entries: list[Entry], file_bytes: int) -> list[list[Entry]]:
     """Files of at most `file_bytes`, a tensor never cut; at least one file."""
-    files: list[list[_Entry]] = [[]]
+    files: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
         if files[-1] and size + entry.nbytes > file_bytes:
@@ -141,22 +127,6 @@ def _file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _header(entries: Iterable[_Entry]) -> bytes:
-    """Length and JSON of a file's header, padded so that the elements begin at a multiple of 8."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": _CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
-        offset += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def export(model: nn.Module, dir: str | os.PathLike) -> int:
     """Write the model's parameters and buffers to `dir` as safetensors; returns the bytes of the tensors. Collective.
 
@@ -169,13 +139,15 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
     slots = [slot for unit in machinery.units for slot in unit.slots]
     wanted = set(zero3_full_state.persistent_buffers(model))
     buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in wanted}
-    entries = [_Entry(slot.name, slot.unit.dtype, tuple(slot.shape)) for slot in slots]
-    entries += [_Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+    entries = [Entry(slot.name, slot.unit.dtype, tuple(slot.shape)) for slot in slots]
+    entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     writes = machinery.ranks.rank == 0
     writer = _Writer(Path(dir), entries) if writes else None
     try:
-        for unit in machinery.units:
+        for unit, following in zip(machinery.units, [*machinery.units[1:], None], strict=True):
             with gathered([slot.param for slot in unit.slots]):
+                if following is not None:
+                    machinery.start_read(following)  # it arrives while this one is written
                 for slot in unit.slots if writer is not None else []:
                     writer.begin(slot.name)  # type: ignore[union-attr]
                     writer.elements(parameter_forms.raw_data(slot.param).cpu())  # type: ignore[union-attr]
@@ -203,14 +175,15 @@ def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> 
     tensors = checkpoint_files.read_tensors(path, manifest)
     buffers = {name.removeprefix("buffer."): t for name, t in tensors.items() if name.startswith("buffer.")}
     places = [(unit, slot) for unit in manifest.units for slot in unit.slots]
-    entries = [_Entry(slot.names[0], _param_dtype(unit), tuple(slot.shape)) for unit, slot in places]
-    entries += [_Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+    entries = [Entry(slot.names[0], _param_dtype(unit), tuple(slot.shape)) for unit, slot in places]
+    entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+    stretches = [(unit, "param", slot.offset, slot.offset + slot.numel) for unit, slot in places]
     writer = _Writer(Path(dir), entries)
     try:
-        with checkpoint_files.PieceReader(path, manifest) as reader:
-            for unit, slot in places:
+        with checkpoint_files.PieceReader(path, manifest, stretches) as reader:
+            for (_, slot), stretch in zip(places, stretches, strict=True):
                 writer.begin(slot.names[0])
-                for _, part in reader.read(unit, "param", slot.offset, slot.offset + slot.numel):
+                for _, part in reader.read(*stretch):
                     writer.elements(part)
         for name, buffer in buffers.items():
             writer.begin(name)
@@ -237,17 +210,74 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
     Each rank reads only what it keeps; elements are converted to the master's dtype. A name that is tied to one
     that is there may be missing. `strict`: else names must agree, or RuntimeError lists them; a shape that differs
     is always a RuntimeError, and nothing is loaded then. Optimizer moments stay; a pending update is settled first.
-    Returns (missing_keys, unexpected_keys).
+    CheckpointError for a file that is damaged. Returns (missing_keys, unexpected_keys).
     """
     engine, machinery = engine_of(model)
     machinery.border()
+    for unit in machinery.units:
+        machinery.release(unit, force=True)
     if engine.optimizer is not None:
         engine.optimizer.settle()
     with contextlib.ExitStack() as stack:
-        source = _Folder(Path(dir), stack, _aliases(model))
-        result = zero3_full_state.load_from(model, source, strict)
+        folder = _Folder(Path(dir), stack, _aliases(model))
+        entries, result = zero3_full_state.compare(model, folder, strict)
+        sources = _sources(entries, folder)
+        whole = [unit for unit in machinery.units if all(slot in sources for slot in unit.slots)]
+        _fill(engine, whole, sources, folder)
+        filled = {slot for unit in whole for slot in unit.slots}
+        rest = {name: entry for name, entry in entries.items() if _slot_of(entry) not in filled}
+        with ReadAhead() as folder.ahead:
+            zero3_full_state.load_entries(rest, folder)
     engine.companions = read_companions(Path(dir))
     return result
+
+
+def _slot_of(entry: Tensor) -> ParamSlot | None:
+    return parameter_forms.slot_of(entry) if parameter_forms.is_partitioned(entry) else None
+
+
+def _sources(entries: Mapping[str, Tensor], folder: _Folder) -> dict[ParamSlot, str]:
+    """The name under which the folder has each parameter."""
+    available, sources = set(folder.names), {}
+    for name, entry in entries.items():
+        slot = _slot_of(entry)
+        if slot is not None and name in available:
+            sources[slot] = name
+    return sources
+
+
+def _fill(engine: OffloadEngine, units: list[Unit], sources: Mapping[ParamSlot, str], folder: _Folder) -> None:
+    """New values for whole shards: nothing of the old ones is read."""
+    order = (
+        folder.stretch(sources[slot], low, high)
+        for unit in units
+        for start, stop in pieces(unit.shard_numel)
+        for slot, low, high, _ in _own_parts(unit, start, stop)
+    )
+    longest = max((unit.shard_numel for unit in units), default=0)
+    with ReadAhead(order) as folder.ahead, TierFill(engine, longest) as fill:
+        for unit in units:
+            for start, stop in pieces(unit.shard_numel):
+                with engine.host_buffer(stop - start, unit.master_dtype) as values:
+                    values.zero_()
+                    for slot, low, high, to in _own_parts(unit, start, stop):
+                        values[to : to + high - low] = folder.flat_part(sources[slot], low, high)
+                    parts = unit_states.split(unit.dtype, values)
+                    for kind, dtype in unit_states.value_kinds(unit.dtype).items():
+                        with fill.part(unit, kind, dtype, start, stop) as out:
+                            out.copy_(parts[kind])
+                    del parts
+    for unit in units:
+        unit.model.values_changed(unit)
+
+
+def _own_parts(unit: Unit, start: int, stop: int) -> Iterator[tuple[ParamSlot, int, int, int]]:
+    """Parameters in [start, stop) of this rank's shard: (slot, [low, high) of its elements, where they go)."""
+    for slot in unit.slots:
+        low, high = max(slot.start, start), min(slot.stop, stop)
+        if low < high:
+            first = slot.own_range()[0] - slot.start  # from the shard's count to the parameter's
+            yield slot, low + first, high + first, low - start
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
@@ -259,14 +289,19 @@ def _aliases(model: nn.Module) -> list[list[str]]:
 
 
 class _Folder:
-    """All tensors of a folder's safetensors files, by name, opened lazily; a tied name stands for its twin."""
+    """All tensors of a folder's safetensors files, by name; a tied name stands for its twin.
+
+    ahead   reads their elements
+    """
+
+    ahead: ReadAhead
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, aliases: list[list[str]]):
-        self._files: dict[str, zero3_full_state.SafetensorsFile] = {}
-        opened = {}
+        self._files: dict[str, SafetensorsFile] = {}
+        opened: dict[str, SafetensorsFile] = {}
         for name, file in _weight_map(folder):
             if file not in opened:
-                opened[file] = zero3_full_state.SafetensorsFile(stack.enter_context(_opened(folder / file)))
+                opened[file] = stack.enter_context(SafetensorsFile(folder / file))
             if name not in opened[file].names:
                 raise CheckpointError(f"{folder / file} lacks {name!r}, which the index places there")
             self._files[name] = opened[file]
@@ -282,9 +317,17 @@ class _Folder:
         name = self._stands_for.get(name, name)
         return self._files[name].shape(name)
 
-    def flat_part(self, name: str, start: int, stop: int) -> Tensor:
+    def stretch(self, name: str, start: int, stop: int) -> Stretch:
         name = self._stands_for.get(name, name)
-        return self._files[name].flat_part(name, start, stop)
+        return self._files[name].stretch(name, start, stop)
+
+    def flat_part(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order; valid until the next ones."""
+        if start >= stop:
+            return torch.empty(0)
+        content, _ = self.ahead.get(self.stretch(name, start, stop))
+        name = self._stands_for.get(name, name)
+        return as_elements(content, self._files[name].dtype(name))
 
 
 def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
@@ -301,13 +344,6 @@ def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
         return
     if not (folder / SINGLE).is_file():
         raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    with _opened(folder / SINGLE) as file:
-        names = list(file.keys())
+    with SafetensorsFile(folder / SINGLE) as single:
+        names = single.names
     yield from ((name, SINGLE) for name in names)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error

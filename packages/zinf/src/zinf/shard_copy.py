@@ -17,16 +17,10 @@ from zero3.bandwidth_centric import round_up
 from zero3.unit import Unit
 
 from . import checkpoint_format as layout
+from .buffer_ring import BufferRing
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord
 from .offload_engine import OffloadEngine, pieces
 from .tiers import Wait
-
-# Of all buffers together: a few pieces of float32, as many requests as keep a drive busy.
-_RING_BYTES = 32 << 20
-_MOST_BUFFERS = 16
-
-# Of host_memory at most, where that is small; two buffers there must be.
-_RING_PART = 1 / 8
 
 Checksums = dict[str, list[int]]
 """Of one unit: kind -> one for each piece."""
@@ -63,16 +57,14 @@ class ShardCopy:
         self._reading: deque[tuple[_Part, Wait]] = deque()
         self._writing: deque[tuple[deepnvme.Request, Tensor]] = deque()
         largest = max((_largest_part(unit, record) for unit, record in self._records.items()), default=1)
-        count = _buffer_count(largest, engine.placement.host_memory)
-        self._ring = engine.tiers.host_pool.take(count * largest, "copying to a checkpoint")
-        self._free = deque(self._ring.storage[i * largest : (i + 1) * largest] for i in range(count))
+        self._ring = BufferRing(engine, largest, "copying to a checkpoint")
         self._io = deepnvme.Engine()
         self._closed = False
         try:
             self._file = deepnvme.File(path, "w", size=file_nbytes(units, records))
         except BaseException:
             self._io.close()
-            self._give_back_ring()
+            self._ring.close()
             raise
 
     def copy(self, wanted: Iterable[tuple[Unit, Sequence[str]]], arrived: Callable[[Unit], None]) -> None:
@@ -110,21 +102,17 @@ class ShardCopy:
         self._io.close()
         self._file.close()
         self._writing.clear()
-        self._give_back_ring()
-
-    def _give_back_ring(self) -> None:
-        self._free.clear()
-        self._engine.tiers.host_pool.give_back(self._ring)
+        self._ring.close()
 
     def _start_read(
         self, unit: Unit, kind: str, start: int, stop: int, closes: bool, arrived: Callable[[Unit], None]
     ) -> None:
-        while not self._free:
+        while not self._ring.free:
             if self._reading and (not self._writing or self._reading[0][1].done()):
                 self._start_write(arrived)
             else:
                 self._end_write()
-        buffer = self._free.popleft()
+        buffer = self._ring.free.popleft()
         record = self._records[unit].kinds[kind]
         dtype = DTYPES[record.dtype]
         elements = buffer[: (stop - start) * dtype.itemsize].view(dtype)
@@ -146,7 +134,7 @@ class ShardCopy:
         request, buffer = self._writing[0]
         request.wait()
         self._writing.popleft()
-        self._free.append(buffer)
+        self._ring.free.append(buffer)
 
 
 def file_nbytes(units: Sequence[Unit], records: Sequence[UnitRecord]) -> int:
@@ -162,11 +150,6 @@ def file_nbytes(units: Sequence[Unit], records: Sequence[UnitRecord]) -> int:
 
 
 def _largest_part(unit: Unit, record: UnitRecord) -> int:
-    """Bytes, a multiple of the alignment, so that every buffer of the ring can be read into directly."""
+    """Bytes."""
     longest = next((stop - start for start, stop in pieces(unit.shard_numel)), 0)
-    widest = max(DTYPES[kind.dtype].itemsize for kind in record.kinds.values())
-    return max(round_up(longest * widest, layout.ALIGNMENT), layout.ALIGNMENT)
-
-
-def _buffer_count(nbytes: int, host_memory: int) -> int:
-    return max(2, min(_MOST_BUFFERS, min(_RING_BYTES, int(host_memory * _RING_PART)) // nbytes))
+    return longest * max(DTYPES[kind.dtype].itemsize for kind in record.kinds.values())

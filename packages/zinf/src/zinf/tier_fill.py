@@ -1,0 +1,64 @@
+"""New states for a model, written to their tiers behind the back of whoever makes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zero3.unit import Unit
+
+from .buffer_ring import BufferRing
+from .offload_engine import OffloadEngine
+from .tiers import Wait
+from .tiers.nvme import PIECE
+
+_WIDEST = 4  # bytes of an element of any kind that is filled
+
+
+class TierFill:
+    """Takes states piece by piece. A context manager: at its end all are on their tiers.
+
+    OSError from the drive surfaces at a later piece or at the end.
+    """
+
+    def __init__(self, engine: OffloadEngine, longest: int):
+        """`longest`: elements of the longest shard."""
+        self._engine = engine
+        self._ring = BufferRing(engine, min(PIECE, longest) * _WIDEST, "filling a model's states")
+        self._writing: deque[tuple[Wait, Tensor]] = deque()
+
+    def __enter__(self) -> TierFill:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._writing and failed is None:
+                self._end_write()
+        finally:
+            for wait, _buffer in self._writing:
+                wait.settle()
+            self._writing.clear()
+            self._ring.close()
+
+    @contextmanager
+    def part(self, unit: Unit, kind: str, dtype: torch.dtype, start: int, stop: int) -> Iterator[Tensor]:
+        """(stop - start,) elements to be filled inside the block: [start, stop) of a kind of state."""
+        while not self._ring.free:
+            self._end_write()
+        buffer = self._ring.free.popleft()
+        elements = buffer[: (stop - start) * dtype.itemsize].view(dtype)
+        yield elements
+        engine = self._engine
+        engine.before_change(unit)
+        wait = engine.tier(unit, kind).start_write(engine.key(unit, kind), elements, start)
+        self._writing.append((wait, buffer))
+
+    def _end_write(self) -> None:
+        wait, buffer = self._writing[0]
+        wait()
+        self._writing.popleft()
+        self._ring.free.append(buffer)
