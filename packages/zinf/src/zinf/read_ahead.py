@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ class ReadAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._io.close()  # waits for what is on its way: then nobody writes into the buffers
+        with contextlib.suppress(OSError):  # what nobody has asked for may fail
+            self._io.close()  # waits for what is on its way: then nobody writes into the buffers
         self._coming.clear()
         self._kept.clear()
         self._free.clear()

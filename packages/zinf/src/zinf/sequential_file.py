@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class SequentialFile:
 
     def close(self) -> None:
         """Let go of it, whole or not."""
-        self._io.close()
+        with contextlib.suppress(OSError):  # of what has failed already
+            self._io.close()
         self._file.close()
         self._writing.clear()
 

@@ -5,6 +5,7 @@ In a ring of a few buffers, so that memory stays bounded and the drive is never 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class ShardCopy:
         for _, wait in self._reading:  # after a failure: nothing may write into a buffer that is another's
             wait.settle()
         self._reading.clear()
-        self._io.close()
+        with contextlib.suppress(OSError):  # further failures of what has failed already; after `finish` there are none
+            self._io.close()
         self._file.close()
         self._writing.clear()
         self._ring.close()
