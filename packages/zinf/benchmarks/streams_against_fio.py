@@ -51,9 +51,9 @@ def operations(folder: Path, model: nn.Module, optimizer: zinf.AdamW) -> dict[st
 def fio(folder: Path, read_share: float, seconds: int) -> float:
     """Bytes a second, read and written together."""
     command = [
-        "fio", "--name=limit", "--output-format=json", f"--filename={folder / 'fio'}", "--size=1GiB", "--rw=rw",
-        f"--rwmixread={round(100 * read_share)}", "--bs=4MiB", "--ioengine=io_uring", "--iodepth=16", "--direct=1",
-        "--time_based", f"--runtime={seconds}",
+        "fio", "--name=limit", "--output-format=json", f"--filename={folder / 'fio'}", f"--size={1 << 30}",
+        "--rw=rw", f"--rwmixread={round(100 * read_share)}", f"--bs={4 << 20}", "--ioengine=io_uring",
+        "--iodepth=16", "--direct=1", "--time_based", f"--runtime={seconds}",
     ]  # fmt: skip
     huge_pages = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     found = subprocess.run(command, env=huge_pages, capture_output=True, text=True, check=True).stdout
