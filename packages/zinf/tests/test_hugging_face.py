@@ -256,7 +256,7 @@ def test_without_transformers_the_extra_is_named(model_dir, tmp_path):
     command = [sys.executable, "-c", script, "train", "--out", tmp_path / "out", "--model", model_dir]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
-    assert found.stderr == "Error: a directory as --model needs transformers: pip install 'zinf[hf]'\n"
+    assert found.stderr == "Error: a directory as --model needs transformers 5 or newer: pip install 'zinf[hf]'\n"
 
 
 def test_the_gpt_needs_no_transformers(tmp_path):

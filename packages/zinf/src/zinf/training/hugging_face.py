@@ -26,8 +26,9 @@ from zinf.training.token_data import TokenData
 
 try:
     import transformers
+    from transformers.initialization import no_init_weights
 except ImportError as error:
-    raise CannotStart("a directory as --model needs transformers: pip install 'zinf[hf]'") from error
+    raise CannotStart("a directory as --model needs transformers 5 or newer: pip install 'zinf[hf]'") from error
 
 CONFIG = "config.json"
 
@@ -54,7 +55,10 @@ class HuggingFaceModel:
         self.data = TokenData.from_tokens(_tokenize(self._tokenizer, directory, source))
 
     def build(self) -> nn.Module:
-        return transformers.AutoModelForCausalLM.from_config(self._config)
+        with no_init_weights():  # all values come from the directory or from a checkpoint: drawing them takes long
+            model = transformers.AutoModelForCausalLM.from_config(self._config)
+        model.tie_weights()  # which is left out with the drawing
+        return model
 
     def load_weights(self, model: nn.Module) -> None:
         try:
