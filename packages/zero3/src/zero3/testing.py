@@ -40,8 +40,8 @@ class RankPools:
     ) -> list[Any]:
         """Results of `function(rank, world, *args)` of every rank.
 
-        Arguments and results are pickled, and nothing of the test's own file is among them: the ranks know it by another
-        name. Each call begins with seed 0, one thread and the caller's `sys.path`.
+        Arguments and results are pickled, with nothing of the test's own file among them: the ranks know that by
+        another name. Each call begins with seed 0, one thread and the caller's `sys.path`.
 
         timeout   seconds that a rank may take
         fresh     the function leaves its group broken (a rank that never comes): nobody uses these processes again
