@@ -26,6 +26,7 @@ from .partition_model import shard
 from .partitioned_init import init
 from .scheduler import Scheduler
 from .shard_store import ShardStore
+from .tiles import tiles_of as _tiles_of
 from .unit import Unit
 from .unit_grouping import mark_as_unit as as_unit
 
@@ -71,7 +72,7 @@ def no_sync(model: _nn.Module) -> Iterator[None]:
 
 def full_shape(param: _torch.Tensor) -> _torch.Size:
     """Shape of the whole parameter, whichever form it has now."""
-    return _slot_of(param).shape
+    return param.shape if _tiles_of(param) is not None else _slot_of(param).shape
 
 
 def missing_grads(model: _nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import hooks, parameter_forms
 from .partition_model import model_of
+from .tiles import tiles_of
 
 
 def register_external(module: nn.Module, param: Tensor) -> None:
@@ -19,6 +20,8 @@ def register_external(module: nn.Module, param: Tensor) -> None:
     Not needed for correctness: an access from anywhere is noticed. It spares the notice (microseconds a call).
     TypeError when `param` belongs to no partitioned model.
     """
+    if tiles_of(param) is not None:  # gathers each tile in its turn, whoever uses it
+        return
     slot = parameter_forms.slot_of(param)
     if not slot.unit.plain:
         hooks.add_units(slot.unit.model, module, [slot.unit])

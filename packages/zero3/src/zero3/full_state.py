@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import collectives, parameter_forms
 from .own_hook import OwnHook
+from .tiles import tiles_of
 from .unit import ParamSlot, Unit
 from .unit_state import ParamState
 
@@ -67,6 +68,18 @@ def full_tensor(slot: ParamSlot) -> Tensor:
         return slot.view_of(flat).to("cpu", copy=True)
 
 
+def full_parameter(param: Any) -> Tensor:
+    """`full_tensor` of a partitioned parameter. Of one in tiles a tile at a time is gathered. Collective."""
+    tiles = tiles_of(param)
+    if tiles is None:
+        return full_tensor(parameter_forms.slot_of(param))
+    tiles.keep_changes()
+    whole = torch.empty(tiles.shape, dtype=tiles.slots[0].unit.master_dtype)
+    for (start, stop, _), slot in zip(tiles, tiles.slots, strict=True):
+        whole[start:stop] = full_tensor(slot)
+    return whole
+
+
 def _bring_back(unit: Unit) -> None:
     """Values written into a gathered unit must reach its shard before the shard is read."""
     if unit.state is ParamState.READY:
@@ -90,7 +103,7 @@ class FullState(Mapping):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         if parameter_forms.is_partitioned(entry):
-            return full_tensor(parameter_forms.slot_of(entry))
+            return full_parameter(entry)
         return entry.detach().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -202,7 +215,8 @@ def load_entries(entries: Mapping[str, Tensor], source: Source) -> None:
     """Load parameters and buffers, which `source` has under these names."""
     for name, entry in entries.items():
         if parameter_forms.is_partitioned(entry):
-            _load_slot(parameter_forms.slot_of(entry), source, name)
+            for slot in parameter_forms.slots_of(entry):
+                _load_slot(slot, source, name)
         else:
             with torch.no_grad():
                 entry.copy_(source.flat_part(name, 0, entry.numel()).view(entry.shape))
@@ -214,7 +228,8 @@ def _load_slot(slot: ParamSlot, source: Source, name: str) -> None:
             slot.param.copy_(source.flat_part(name, 0, slot.numel).view(slot.shape))
         return
     slot.unit.model.border()
-    slot.unit.model.assign(slot, lambda start, stop: source.flat_part(name, start, stop))
+    first = slot.first
+    slot.unit.model.assign(slot, lambda start, stop: source.flat_part(name, first + start, first + stop))
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[str]:
@@ -251,7 +266,7 @@ class _PlainStateDict:
     def __init__(self) -> None:
         self._keep_vars = False
         self._state: Any = lambda: None  # weak reference to the dict that is being filled
-        self._full: weakref.WeakValueDictionary[ParamSlot, Tensor] = weakref.WeakValueDictionary()  # those in it
+        self._full: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # in it, by parameter's id
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         parameter_forms.Released.detach_gathers = False
@@ -264,16 +279,15 @@ class _PlainStateDict:
         if self._state() is not state:
             self._state, self._full = weakref.ref(state), weakref.WeakValueDictionary()
         for name, param in module._parameters.items():
-            if prefix + name in state and parameter_forms.is_partitioned(param):
-                slot = parameter_forms.slot_of(param)
-                if not slot.unit.plain:
-                    state[prefix + name] = self._full_tensor(slot)
+            slots = parameter_forms.slots_of(param)
+            if param is not None and prefix + name in state and slots and not slots[0].unit.plain:
+                state[prefix + name] = self._full_tensor(param)
 
-    def _full_tensor(self, slot: ParamSlot) -> Tensor:
+    def _full_tensor(self, param: Tensor) -> Tensor:
         """One tensor for all names of a tied parameter, as torch gives."""
-        full = self._full.get(slot)
+        full = self._full.get(id(param))
         if full is None:
-            full = self._full[slot] = full_tensor(slot)
+            full = self._full[id(param)] = full_parameter(param)
         return full
 
 

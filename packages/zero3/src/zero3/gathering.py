@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import parameter_forms
 from .errors import UnsupportedError
+from .tiles import tiles_of
 from .unit import ParamSlot, Unit
 
 
@@ -21,7 +22,9 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
     modify            True: rank 0's changes are kept, on every rank, when the block ends without an exception.
                       False: a change raises UnsupportedError on every rank, and is dropped.
     """
-    slots = _slots(model_or_params)
+    params = _params(model_or_params)
+    slots = _slots(params)
+    tiled = list(dict.fromkeys(tiles for param in params if (tiles := tiles_of(param)) is not None))
     units = list(dict.fromkeys(slot.unit for slot in slots))
     for unit in units:
         unit.model.border()
@@ -31,11 +34,15 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
     before = {unit: _snapshot(unit) for unit in units}
     for slot in slots:
         parameter_forms.changed(slot)  # count from here
+    for tiles in tiled:
+        tiles.assemble()
     finished = False
     try:
         yield
         finished = True
     finally:
+        for tiles in tiled:
+            tiles.take_apart()
         changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
         try:
             if finished and modify:
@@ -51,14 +58,14 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
                     unit.model.scheduler.done_with(unit, "access")
 
 
-def _slots(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[ParamSlot]:
+def _params(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(model_or_params, nn.Module):
-        params: Iterable[Tensor] = model_or_params.parameters()
-    elif isinstance(model_or_params, Tensor):
-        params = [model_or_params]
-    else:
-        params = list(model_or_params)
-    slots = dict.fromkeys(parameter_forms.slot_of(p) for p in params if parameter_forms.is_partitioned(p))
+        return list(model_or_params.parameters())
+    return [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
+
+
+def _slots(params: list[Tensor]) -> list[ParamSlot]:
+    slots = dict.fromkeys(slot for param in params for slot in parameter_forms.slots_of(param))
     return [slot for slot in slots if not slot.unit.plain]
 
 

@@ -38,13 +38,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 def _local_gradients(model: nn.Module) -> Iterable[tuple[Tensor, bool]]:
     """(this rank's part of a gradient, whether every rank has all of it) of every parameter that has one."""
     for param in model.parameters():
-        slot = getattr(param, "_zero3", None)
-        if slot is None or slot.unit.plain:
+        slots = parameter_forms.slots_of(param)
+        if not slots or slots[0].unit.plain:
             if param.grad is not None:
                 yield param.grad, True
-        elif param.grad is not None:
-            shard = slot.unit.model.store.gradient(slot.unit)
-            yield shard[slot.start : slot.stop], slot.unit.model.shard_ranks == 1
+            continue
+        for slot in slots:
+            if slot.param.grad is not None:
+                shard: Any = slot.unit.model.store.gradient(slot.unit)
+                yield shard[slot.start : slot.stop], slot.unit.model.shard_ranks == 1
 
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm])

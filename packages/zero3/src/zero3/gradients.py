@@ -272,7 +272,7 @@ class Gradients:
         self._model.abort()
         arrivals, self._arrivals = self._arrivals, set()
         if self._sync:
-            arrivals = self._agree(arrivals)
+            arrivals = self._agree(arrivals | self._other_tiles(arrivals))
             self._holds_unsynced = False
         self._reduced.clear()
         while self._in_flight:
@@ -297,7 +297,8 @@ class Gradients:
         ranks = self._model.ranks
         units = [unit for unit in self._model.units if not unit.plain]
         slots = [slot for unit in units for slot in unit.slots]
-        flags = [unit in self._reduced or bool(unit.unsynced_slots) for unit in units]
+        late = {slot.unit for slot in arrivals if slot.tile is not None}  # tiles that nobody used, others beside them
+        flags = [unit in self._reduced or bool(unit.unsynced_slots) or unit in late for unit in units]
         flags += [slot in arrivals or slot.index in slot.unit.unsynced_slots for slot in slots]
         if ranks.size > 1:
             what = "agreeing which parameters have a gradient"
@@ -314,6 +315,15 @@ class Gradients:
                 slot.has_grad = True
         return with_gradient
 
+    def _other_tiles(self, arrivals: set[ParamSlot]) -> set[ParamSlot]:
+        """A parameter in tiles has a gradient or has none: where some of its tiles have one, the others have zeros."""
+        others: set[ParamSlot] = set()
+        for tiles in self._model.tiled:
+            slots = tiles.slots
+            if any(slot in arrivals or slot.index in slot.unit.unsynced_slots for slot in slots):
+                others.update(slot for slot in slots if slot.param.requires_grad)
+        return others
+
     # -- what user code sees ---------------------------------------------------------------------------------
 
     def missing_names(self) -> list[str]:
@@ -324,7 +334,8 @@ class Gradients:
 
     def _note_missing(self, arrivals: set[ParamSlot]) -> None:
         slots = [slot for unit in self._model.units if not unit.plain for slot in unit.slots]
-        self._missing = [slot.name for slot in slots if slot.param.requires_grad and slot not in arrivals]
+        missing = (slot.name for slot in slots if slot.param.requires_grad and slot not in arrivals)
+        self._missing = list(dict.fromkeys(missing))
 
     def visible(self, slot: ParamSlot) -> Tensor | None:
         """`param.grad`: this rank's part of the reduced gradient; inside no_sync, all of this rank's own."""

@@ -115,12 +115,7 @@ class _Forward:
             model.step_begins()
             model.will_replay = grad
         running.views = self._views and grad and model.saved_views.push()
-        if not grad and model.will_replay:
-            for unit in self._units:
-                unit.replays += 1
-        elif in_backward:
-            for unit in self._units:
-                unit.replays = max(unit.replays - 1, 0)
+        model.count_replays(self._units)
         running.held = self._units
         model.hold(self._units)
 

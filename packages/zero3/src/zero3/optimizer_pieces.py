@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from . import parameter_forms
 from .errors import UnsupportedError
+from .tiles import Tiles
 from .unit import ParamSlot, Unit
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def _units(optimizer: Optimizer) -> dict[Unit, list[ParamSlot]]:
     units: dict[Unit, list[ParamSlot]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            slot = getattr(param, "_zero3", None)
-            if slot is not None and not slot.unit.plain:
-                units.setdefault(slot.unit, []).append(slot)
+            for slot in parameter_forms.slots_of(param):
+                if not slot.unit.plain:
+                    units.setdefault(slot.unit, []).append(slot)
     return units
 
 
@@ -60,10 +61,9 @@ def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if handles_partitioned(optimizer):
         return
     units = _units(optimizer)
-    for unit, slots in units.items():
-        for slot in slots:
-            slot.changes += slot.has_grad
-        _withdraw(unit, slots)
+    for slot in (slot for slots in units.values() for slot in slots):
+        slot.changes += slot.has_grad
+    _withdraw_all(units)
     for model in {unit.model for unit in units}:
         model.scheduler.optimizer_stepped()
 
@@ -71,6 +71,8 @@ def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 def recover(model: PartitionedModel) -> None:
     """A step has raised and left pieces behind: back to the forms that the model knows."""
     left = dict(model.pieces)
+    for tiles in dict.fromkeys(slot.tile.tiles for slot in left if slot.tile is not None):
+        tiles.withdraw_piece()
     for unit in dict.fromkeys(slot.unit for slot in left):
         slots = [slot for slot in unit.slots if slot in left]
         zeroed = [slot for slot in slots if left[slot] and parameter_forms.raw_grad(slot.param) is None]
@@ -92,6 +94,21 @@ def _present(units: dict[Unit, list[ParamSlot]]) -> None:
             grad = slot.piece_of(stored) if stored is not None and slot.has_grad else None
             parameter_forms.present_piece(slot, slot.piece_of(shard), grad)
             unit.model.pieces[slot] = grad is not None
+    for tiles in _tiled(units):
+        tiles.present_piece()
+
+
+def _withdraw_all(units: dict[Unit, list[ParamSlot]]) -> None:
+    for tiles in _tiled(units):
+        tiles.withdraw_piece()
+    for unit, slots in units.items():
+        _withdraw(unit, slots)
+
+
+def _tiled(units: dict[Unit, list[ParamSlot]]) -> list[Tiles]:
+    """Of parameters in tiles that lie in `units`."""
+    places = (slot.tile for slots in units.values() for slot in slots)
+    return list(dict.fromkeys(place.tiles for place in places if place is not None))
 
 
 def _withdraw(unit: Unit, slots: list[ParamSlot]) -> None:
@@ -111,8 +128,7 @@ def _with_whole_parameters(optimizer: Optimizer, args: tuple, kwargs: dict) -> t
     def around(closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             units = _units(optimizer)
-            for unit, slots in units.items():
-                _withdraw(unit, slots)
+            _withdraw_all(units)
             loss = closure()
             _present(units)
             return loss

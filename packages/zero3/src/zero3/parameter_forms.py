@@ -37,6 +37,11 @@ def raw_data(param: Tensor) -> Tensor:
         return _get_data(param)
 
 
+def set_raw_data(param: Tensor, value: Tensor) -> None:
+    with without_noticing():
+        _data_slot.__set__(param, value)
+
+
 def raw_grad(param: Tensor) -> Tensor | None:
     """The gradient slot that autograd itself writes. Reading it must not count as an access."""
     with without_noticing():
@@ -153,14 +158,14 @@ class Released(_Partitioned):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in _METADATA and (func is not Tensor.detach or cls.detach_gathers):
+        if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
             slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
             if func is Tensor.copy_ and _overwritten(*args, **kwargs):
                 return args[0]
             units = {slot.unit for slot in slots}
             for slot in slots:
                 slot.unit.model.notice(slot, beside=units)
-                if func in _RAW_ACCESS:
+                if func in RAW_ACCESS:
                     touch(slot)
             if func is torch.autograd.grad:  # runs user code, in which accesses must be noticed
                 _refuse_unreduced(slots)
@@ -279,11 +284,24 @@ def adopt(slot: ParamSlot) -> None:
 
 
 def is_partitioned(param: Any) -> bool:
-    return getattr(param, "_zero3", None) is not None
+    """Whether its values lie in a unit, or, of one in tiles (tiles.py), in several."""
+    return getattr(param, "_zero3", None) is not None or getattr(param, "_zero3_tiles", None) is not None
+
+
+def slots_of(param: Any) -> list[ParamSlot]:
+    """The slots of a parameter: one; one a tile, where it is in tiles; none of a plain one."""
+    tiles = getattr(param, "_zero3_tiles", None)
+    if tiles is not None:
+        return tiles.slots
+    slot = getattr(param, "_zero3", None)
+    return [] if slot is None else [slot]
 
 
 def dtypes_of(param: Tensor, wanted: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
     """(dtype of the shard, dtype when gathered) of a parameter, plain or partitioned, where `wanted` is asked for."""
+    tiles = getattr(param, "_zero3_tiles", None)
+    if tiles is not None:
+        param = tiles.params[0]
     unit = slot_of(param).unit if is_partitioned(param) else None
     master = param.dtype if unit is None or unit.plain else unit.master_dtype
     return master, wanted if wanted is not None and master.is_floating_point else master
@@ -311,7 +329,7 @@ def _setters(*names: str) -> list[Any]:
 
 
 # What tells about a tensor without reading its values. Strides are missing on purpose: the placeholder's are 0.
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         *_getters(
             "shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "grad_fn", "_version",
@@ -329,7 +347,7 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 # Routes that hand out the memory itself: what is done through them shows in no version counter.
-_RAW_ACCESS = frozenset(
+RAW_ACCESS = frozenset(
     [
         Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
         Tensor.__array__, Tensor.set_,

@@ -125,7 +125,9 @@ def partition(
     model = PartitionedModel(module, ranks, settings, store, scheduler, device)
     hosts: dict[nn.Module, list[Unit]] = {}
     for one in group(module, settings.unit_size, model.dtypes_of):
-        hosts.setdefault(one.host, []).append(_take_over(model, one))
+        unit = _take_over(model, one)
+        if one.host is not None:
+            hosts.setdefault(one.host, []).append(unit)
     for buffer in module.buffers():
         if buffer.device.type != "meta":
             ranks.broadcast(buffer.detach(), "rank 0's buffers")
@@ -156,15 +158,7 @@ def _values(unit: Unit, old_slots: dict[Tensor, ParamSlot]) -> Iterator[tuple[Pa
             continue
         with full_state.gathered_master(old) as flat:
             yield from ((slot, old_slots[slot.param].view_of(flat)) for slot in slots)
-        _retire(old)
-
-
-def _retire(unit: Unit) -> None:
-    """An old unit whose parameters have all moved on gives its room back."""
-    unit.model.gradients.unwatch(unit)
-    if unit in unit.model.units and all(parameter_forms.slot_of(slot.param) is not slot for slot in unit.slots):
-        unit.model.units.remove(unit)
-        unit.model.store.forget(unit)
+        old.model.retire(old)
 
 
 def _unhook(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from .partition_model import default_device, device_of, make_settings, partition
 from .partitioned_model import PartitionedModel, Settings
 from .scheduler import OnDemand, Scheduler
 from .shard_store import InMemoryStore, ShardStore
+from .tile_cutting import AllocatingTiles, TileCount, Unborn, born
+from .tiles import tiles_of
 
 
 @contextmanager
@@ -57,7 +59,14 @@ def init(
 class _Construction:
     """What goes on inside one init() context."""
 
-    def __init__(self, ranks: Ranks, settings: Settings, make_store: Callable[[torch.device], ShardStore]):
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: Settings,
+        make_store: Callable[[torch.device], ShardStore],
+        tile_count: TileCount | None = None,
+    ):
+        self.tile_count = tile_count
         self._ranks, self._settings, self._make_store = ranks, settings, make_store
         self._models: dict[torch.device, PartitionedModel] = {}
         self._depth: dict[int, int] = {}  # id of an instance under construction -> constructor calls
@@ -91,6 +100,16 @@ class _Construction:
             unit = model.add_unit(f"{type(module).__name__} {len(model.units)}", params)
             model.fill(unit, ((slot, slot.param.detach().contiguous()) for slot in unit.slots))
 
+    def running(self) -> bool:
+        """Whether a module's constructor runs."""
+        return self._running > 0
+
+    def born(self, unborn: Unborn, requires_grad: bool) -> nn.Parameter:
+        """A parameter in tiles, whose memory as a whole was never made."""
+        assert self.tile_count is not None
+        count = self.tile_count(unborn.shape, unborn.dtype)
+        return born(self._model_on(unborn.device), unborn, requires_grad, count)
+
     def _model_on(self, device: torch.device) -> PartitionedModel:
         if device not in self._models:
             # Gathered in the shard's own dtype: late initialisation must lose nothing.
@@ -118,15 +137,20 @@ def constructing(
     settings: Settings,
     make_store: Callable[[torch.device], ShardStore],
     made: Callable[[nn.Module], None],
+    tile_count: TileCount | None = None,
 ) -> Iterator[None]:
-    """Wrap the constructors; hand each finished outermost module to `made` when the block has ended well."""
+    """Wrap the constructors; hand each finished outermost module to `made` when the block has ended well.
+
+    A parameter for which `tile_count` says more than 1 is born in tiles: its memory as a whole is never made.
+    """
     global _active
     if _active is not None:
         yield
         return
-    construction = _active = _Construction(ranks, settings, make_store)
+    construction = _active = _Construction(ranks, settings, make_store, tile_count)
+    allocating = nullcontext() if tile_count is None else AllocatingTiles(tile_count, construction.running)
     try:
-        with _wrapped_constructors(construction):
+        with _wrapped_constructors(construction), allocating:
             yield
     finally:
         _active = None
@@ -152,6 +176,10 @@ def _wrapped_constructors(construction: _Construction) -> Iterator[None]:
 
     def new_parameter(cls, data=None, requires_grad=True):
         """torch refuses to make a Parameter of one of ours, as parametrizations do in their constructors."""
+        if type(data) is Unborn:
+            return construction.born(data, requires_grad)
+        if (tiles := tiles_of(data)) is not None:
+            data = tiles.whole_tensor()
         return parameter_new(cls, data.detach() if parameter_forms.is_partitioned(data) else data, requires_grad)
 
     own = nn.Module.__dict__.get("__init_subclass__")

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from .host_memory import HeapTrimmer
 from .saved_views import SavedViews
 from .scheduler import Phase, Scheduler
 from .shard_store import ShardStore
+from .tiles import Tiles
 from .unit import ParamSlot, Unit
 from .unit_state import ParamState, move_param
 
@@ -80,6 +82,7 @@ class PartitionedModel:
         self.shard_rank = ranks.rank if self.shard_ranks > 1 else 0
         self.keeps_gathered = "params" not in settings.shard
         self.units: list[Unit] = []
+        self.tiled: dict[Tiles, None] = {}  # of parameters in tiles that lie in these units
         self._heap = HeapTrimmer()
         self._unit_count = 0
         self.pool = store.pool
@@ -108,6 +111,11 @@ class PartitionedModel:
             raise RuntimeError("the partitioned model is gone")
         return module
 
+    @property
+    def under_construction(self) -> bool:
+        """Its units are those of a model that is being built under init()."""
+        return self._module() is None
+
     # -- building --------------------------------------------------------------------------------------------
 
     def dtypes_of(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -120,6 +128,7 @@ class PartitionedModel:
         self._unit_count += 1
         unit = Unit(self, self._unit_count, name, params, *self.dtypes_of(params[0][0]), multiple)
         self.units.append(unit)
+        self.tiled.update(dict.fromkeys(slot.tile.tiles for slot in unit.slots if slot.tile is not None))
         return unit
 
     def fill(self, unit: Unit, values: Iterable[tuple[ParamSlot, Tensor]]) -> None:
@@ -133,6 +142,8 @@ class PartitionedModel:
             start, stop = slot.own_range()
             shard[slot.start : slot.stop].copy_(whole.view(-1)[start:stop])
             parameter_forms.adopt(slot)
+            if slot.tile is not None:
+                slot.tile.tiles.adopted(slot)
             del whole
             self._heap.freed(slot.numel * unit.master_dtype.itemsize)
         self.store.adopt(unit, shard)
@@ -140,7 +151,11 @@ class PartitionedModel:
         unit.permanent = resident is not None
         if resident is not None:
             unit.flat = resident
-            unit.plain = self.ranks.size == 1 and getattr(self.store, "plain_gradients", False)
+            unit.plain = (
+                self.ranks.size == 1
+                and getattr(self.store, "plain_gradients", False)
+                and all(slot.tile is None for slot in unit.slots)
+            )
             for slot in unit.slots:
                 view = slot.view_of(resident)
                 if unit.plain:
@@ -148,6 +163,13 @@ class PartitionedModel:
                 else:
                     parameter_forms.gather(slot, view)
             self.gradients.watch(unit)
+
+    def retire(self, unit: Unit) -> None:
+        """An old unit whose parameters have all moved on gives its room back."""
+        self.gradients.unwatch(unit)
+        if unit in self.units and all(getattr(slot.param, "_zero3", None) is not slot for slot in unit.slots):
+            self.units.remove(unit)
+            self.store.forget(unit)
 
     # -- mechanisms ------------------------------------------------------------------------------------------
 
@@ -239,20 +261,56 @@ class PartitionedModel:
         part = unit.own_slice(unit.flat)[slot.start : slot.stop]
         self.store.write_back(unit, part, slot.start, slot.stop)
 
-    def assign(self, slot: ParamSlot, flat_part: Callable[[int, int], Tensor]) -> None:
+    def assign(
+        self, slot: ParamSlot, flat_part: Callable[[int, int], Tensor], first: int = 0, last: int | None = None
+    ) -> None:
         """Give a parameter new values without gathering it: each rank writes its own part, in the master dtype.
 
-        `flat_part(start, stop)` gives elements [start, stop) of the whole parameter in row-major order.
+        `flat_part(start, stop)` gives elements [start, stop) of the whole parameter in row-major order; it is asked
+        for what lies in [first, last) only, and the others stay.
         """
         unit = slot.unit
-        if slot.stop > slot.start:
-            values = flat_part(*slot.own_range()).to(unit.device, unit.master_dtype)
+        own_start, own_stop = slot.own_range()
+        start, stop = max(own_start, first), own_stop if last is None else min(own_stop, last)
+        if start < stop:
+            values = flat_part(start, stop).to(unit.device, unit.master_dtype)
             if not unit.permanent and unit.state is ParamState.READY:
                 self.release(unit, force=True)
-            self.store.write_back(unit, values, slot.start, slot.stop)
+            shift = slot.start - own_start
+            self.store.write_back(unit, values, start + shift, stop + shift)
         self.values_changed(unit)
 
     # -- who uses a unit -------------------------------------------------------------------------------------
+
+    def count_replays(self, units: Iterable[Unit]) -> None:
+        """A forward that keeps no graph inside one that does will run again; and one within backward is such a run."""
+        if not torch.is_grad_enabled() and self.will_replay:
+            for unit in units:
+                unit.replays += 1
+        elif torch._C._current_graph_task_id() != -1:
+            for unit in units:
+                unit.replays = max(unit.replays - 1, 0)
+
+    @contextmanager
+    def in_use(self, unit: Unit) -> Iterator[None]:
+        """Gathered inside, and what autograd saves of it is remembered as a place: a tile in its turn.
+
+        It goes at once, in a recomputation too: the other tiles' turns come before its backward.
+        """
+        phase = self._phase()
+        if phase != "access":
+            self.count_replays([unit])
+        pushed = not unit.permanent and torch.is_grad_enabled() and self.saved_views.push()
+        unit.holds += 1
+        try:
+            self.scheduler.needs(unit, phase)
+            yield
+        finally:
+            unit.holds -= 1
+            if pushed:
+                self.saved_views.pop()
+            if not unit.holds:
+                self.scheduler.done_with(unit, phase)
 
     def hold(self, units: Sequence[Unit]) -> None:
         """A forward begins to use `units`."""
@@ -370,6 +428,8 @@ class PartitionedModel:
         hooks.end_interrupted()
         if self.pieces:
             optimizer_pieces.recover(self)
+        for tiles in self.tiled:
+            tiles.keep_changes()
         self.gradients.settle()
         self.forget_noticed()
         for unit in self.units:

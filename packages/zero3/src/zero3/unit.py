@@ -15,6 +15,7 @@ from .unit_state import GradState, ParamState
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
+    from .tiles import TilePlace
 
 
 # Up to this size one pass over a whole buffer costs less than several calls for its gaps.
@@ -24,7 +25,8 @@ _CHEAP_TO_CLEAR_NBYTES = 1 << 20
 class ParamSlot:
     """A parameter's place in its unit.
 
-    param         the model's own Parameter object; its form changes (parameter_forms.py), its identity never
+    param         the model's own Parameter object, or a tile of it (tiles.py); its form changes
+                  (parameter_forms.py), its identity never
     names         every name under which the model has it (several when it is tied)
     offset        where it starts in the unit's flat buffer, in elements
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
@@ -47,7 +49,7 @@ class ParamSlot:
         self._strides = torch.empty(self.shape, device="meta").stride()
         self.offset = offset
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
-        self.placeholder = _placeholder(unit.dtype, unit.device).expand(self.shape)
+        self.placeholder = placeholder(unit.dtype, unit.device).expand(self.shape)
         self.has_grad = False
         self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
@@ -71,6 +73,21 @@ class ParamSlot:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def tile(self) -> TilePlace | None:
+        """Which tile it is, of a parameter in tiles."""
+        return getattr(self.param, "_zero3_tile", None)
+
+    @property
+    def owner(self) -> Any:
+        """The model's own Parameter: `param`, or the whole of which it is a tile."""
+        return self.param if self.tile is None else self.tile.tiles.whole
+
+    @property
+    def first(self) -> int:
+        """The element of the owner, in row-major order, with which this begins."""
+        return 0 if self.tile is None else self.tile.tiles.rows[self.tile.number] * self.tile.tiles.row_numel
 
     def own_range(self) -> tuple[int, int]:
         """(start, stop) of this rank's part within the whole parameter, in row-major order."""
@@ -194,7 +211,7 @@ class Unit:
                 yield end, offset
 
 
-def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element that shows a missed access: NaN, or the largest integer, never a plausible number.
 
     Whoever asks for its memory to write there, or without saying for what, gets an error of torch's: collectives,
@@ -204,6 +221,6 @@ def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
         value: float | int = float("nan")
     else:
         value = torch.iinfo(dtype).max if dtype != torch.bool else 1
-    placeholder = torch.full((), value, dtype=dtype, device=device)
-    torch._C._set_throw_on_mutable_data_ptr(placeholder)
-    return placeholder
+    element = torch.full((), value, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(element)
+    return element

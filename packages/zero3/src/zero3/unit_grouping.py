@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .tiles import tiles_of
+
 # "auto": a unit is at most this part of the model (so that one computes while others travel) and at most this
 # many elements (so that the few in flight stay small beside the memory that people have).
 _AUTO_PARTS = 4
@@ -27,12 +29,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 class Group:
     """Parameters for one unit.
 
-    host     the module whose forward uses them
+    host     the module whose forward uses them, and holds the unit meanwhile; None for a tile, which nobody holds
     name     the host's name in the model, with a suffix where one host has several groups
     params   (parameter, all its names), in the order of the module tree
     """
 
-    host: nn.Module
+    host: nn.Module | None
     name: str
     params: list[tuple[Tensor, list[str]]] = field(default_factory=list)
 
@@ -57,6 +59,8 @@ def group(
 ) -> list[Group]:
     """Cut the parameters of `module` into groups, each parameter once (tied ones with their first module).
 
+    Of a parameter in tiles each tile is a group of its own.
+
     unit_size   bytes of a gathered unit, or "auto"
     dtypes_of   (dtype of the shard, dtype when gathered) of a parameter
     """
@@ -69,11 +73,12 @@ def group(
         limit = min(sum(sizes.values()) // _AUTO_PARTS, _AUTO_NUMEL * widest)
     else:
         limit = parse_size(unit_size)
+    tiled = {param: tiles for param in names if (tiles := tiles_of(param)) is not None}
     claimed: dict[Tensor, nn.Module] = {}  # by the outermost module that was marked to be one unit
     for node in module.modules():
         if getattr(node, _AS_UNIT, False):
-            claimed.update((param, node) for param in node.parameters() if param not in claimed)
-    taken: set[Tensor] = set()
+            claimed.update((p, node) for p in node.parameters() if p not in claimed and p not in tiled)
+    taken: set[Tensor] = set(tiled)
     groups: list[Group] = []
 
     def take(host: nn.Module, name: str, params: list[Tensor]) -> None:
@@ -87,6 +92,11 @@ def group(
             one.name = name if number == 0 else f"{name}#{number}"
             groups.append(one)
 
+    def take_tiles(params: Iterator[Tensor]) -> None:
+        for param in params:
+            for start, stop, tile in tiled.pop(param, ()):
+                groups.append(Group(None, f"{names[param][0]}[{start}:{stop}]", [(tile, names[param])]))
+
     def walk(node: nn.Module, name: str, host: nn.Module) -> None:
         host = node if _is_called(node) else host
         whole = [param for param in _unique(node.parameters()) if param not in taken]
@@ -97,6 +107,7 @@ def group(
             mine = [param for param in whole if claimed[param] is node]
         if mine:
             take(host, name, mine)
+        take_tiles(node.parameters(recurse=len(mine) == len(whole)))
         if len(mine) == len(whole):
             return
         for child_name, child in node.named_children():

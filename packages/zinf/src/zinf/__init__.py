@@ -25,6 +25,7 @@ from .config import Config
 from .durable_save import SaveResult, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
 from .full_state import full_grad, full_state, set_full_state
+from .memory_centric_tiling import tiled
 from .offload_engine import engine_of as _engine_of
 from .offloaded_adamw import AdamW
 from .partitioning import init, shard
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "set_full_state",
     "shard",
+    "tiled",
     "trace",
 ]
 

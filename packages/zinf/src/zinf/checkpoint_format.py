@@ -57,17 +57,27 @@ def rank_file(rank: int) -> str:
 
 @dataclass
 class SlotRecord:
-    """A parameter: its names, its place in the unit, how often it was updated, and whether its gradients are sums."""
+    """A parameter: its names, its place in the unit, how often it was updated, and whether its gradients are sums.
+
+    A tile of one: `first`, the element of the whole with which it begins, and the shape of the `whole`.
+    """
 
     names: list[str]
     shape: list[int]
     offset: int
     step: int | None
     accumulates: bool = False
+    first: int = 0
+    whole: list[int] | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the parameter that the model has."""
+        return tuple(self.shape if self.whole is None else self.whole)
 
 
 @dataclass
@@ -165,6 +175,25 @@ _PREFIX = b'{"crc32c": "%08x", "checkpoint": '
 _ENCODED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "checkpoint": (.*)\}', re.DOTALL)
 
 
+def tiles_by_name(units: list[UnitRecord]) -> dict[str, list[tuple[UnitRecord, SlotRecord]]]:
+    """Every name of every parameter -> where it is: its tiles in order, or itself. CheckpointError when rows lack."""
+    known: dict[str, list[tuple[UnitRecord, SlotRecord]]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            for name in slot.names:
+                known.setdefault(name, []).append((unit, slot))
+    for name, places in known.items():
+        places.sort(key=lambda place: place[1].first)
+        end = 0
+        for _, slot in places:
+            if slot.first != end or slot.full_shape != places[0][1].full_shape:
+                raise CheckpointError(f"the tiles of {name!r} do not fit together")
+            end += slot.numel
+        if end != prod(places[0][1].full_shape):
+            raise CheckpointError(f"{name!r} is not whole: {end} of {prod(places[0][1].full_shape)} elements")
+    return known
+
+
 # -- what a manifest may hold; ValueError (or TypeError, KeyError) for anything else ---------------------------
 
 
@@ -187,7 +216,13 @@ def _slot(data: dict[str, Any]) -> SlotRecord:
         raise ValueError("a parameter has no name")
     shape = [_natural(extent) for extent in _list(data["shape"])]
     step = None if data["step"] is None else _natural(data["step"])
-    return SlotRecord(names, shape, _natural(data["offset"]), step, data["accumulates"] is True)
+    whole = data.get("whole")
+    whole = None if whole is None else [_natural(extent) for extent in _list(whole)]
+    first = _natural(data.get("first", 0))
+    slot = SlotRecord(names, shape, _natural(data["offset"]), step, data["accumulates"] is True, first, whole)
+    if first + slot.numel > prod(slot.full_shape):
+        raise ValueError(f"{names[0]!r} has a tile that ends behind it")
+    return slot
 
 
 def _kind(name: str, data: dict[str, Any], ranks: int, pieces: int) -> KindRecord:

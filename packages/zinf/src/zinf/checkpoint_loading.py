@@ -20,7 +20,7 @@ from zero3.unit import ParamSlot, Unit
 from . import unit_states
 from .checkpoint_extra import give_tensors
 from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
-from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord
+from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord, tiles_by_name
 from .checkpoint_writer import buffers, saved_kinds
 from .companion_files import from_tensors
 from .durable_save import finish_background_save, settle
@@ -67,24 +67,29 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     return extra
 
 
-Place = tuple[UnitRecord, SlotRecord]
+Places = dict[ParamSlot, list[tuple[UnitRecord, SlotRecord]]]
 
 
-def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedModel) -> dict[ParamSlot, Place]:
-    """Where each of the model's parameters is in the checkpoint. CheckpointError with all that does not fit."""
-    known = {name: (unit, slot) for unit in manifest.units for slot in unit.slots for name in slot.names}
-    places: dict[ParamSlot, Place] = {}
+def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedModel) -> Places:
+    """Where each of the model's parameters is in the checkpoint. CheckpointError with all that does not fit.
+
+    A parameter may be in tiles, in other tiles, or in one piece, in either.
+    """
+    known = tiles_by_name(manifest.units)
+    places: Places = {}
     faults = []
     for slot in (slot for unit in machinery.units for slot in unit.slots):
-        place = next((known[name] for name in slot.names if name in known), None)
-        if place is None:
+        found = next((known[name] for name in slot.names if name in known), None)
+        shape = tuple(slot.owner.shape)
+        if found is None:
             faults.append(f"{slot.name} is missing")
-        elif tuple(place[1].shape) != tuple(slot.shape):
-            faults.append(f"{slot.name} has shape {tuple(place[1].shape)}, the model {tuple(slot.shape)}")
+        elif found[0][1].full_shape != shape:
+            faults.append(f"{slot.name} has shape {found[0][1].full_shape}, the model {shape}")
         else:
-            faults += _unlike_kinds(engine, slot, place[0])
-            places[slot] = place
-    used = {id(place[1]) for place in places.values()}
+            faults += [fault for record, _ in found for fault in _unlike_kinds(engine, slot, record)]
+            places[slot] = found
+    faults = list(dict.fromkeys(faults))
+    used = {id(saved) for found in places.values() for _, saved in found}
     faults += [f"{s.names[0]} is not in the model" for u in manifest.units for s in u.slots if id(s) not in used]
     if faults:
         raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(faults[:10]))
@@ -121,25 +126,25 @@ class _Part:
     stretches: list[_Stretch]
 
 
-def _parts(engine: OffloadEngine, machinery: PartitionedModel, places: dict[ParamSlot, Place]) -> Iterator[_Part]:
+def _parts(engine: OffloadEngine, machinery: PartitionedModel, places: Places) -> Iterator[_Part]:
     """All parts of this rank's shards, in the order in which they are filled."""
     for unit in machinery.units:
         first = unit.rank * unit.shard_numel  # of this rank's shard in the unit's flat buffer
         for kind, dtype in saved_kinds(engine, unit).items():
             for start, stop in pieces(unit.shard_numel):
                 stretches = []
-                for slot in unit.slots:
-                    low = max(slot.offset, first + start)
-                    high = min(slot.offset + slot.numel, first + stop)
-                    record, saved = places[slot]
+                for slot, record, saved in ((s, *place) for s in unit.slots for place in places[s]):
+                    zero = slot.offset - slot.first  # where in the flat buffer the parameter's first element would be
+                    low = max(slot.offset, first + start, zero + saved.first)
+                    high = min(slot.offset + slot.numel, first + stop, zero + saved.first + saved.numel)
                     if low < high and kind in record.kinds:
-                        shift = low - slot.offset + saved.offset  # of `low`, in the checkpoint's unit
+                        shift = low - zero - saved.first + saved.offset  # of `low`, in the checkpoint's unit
                         stretches.append(_Stretch(record, shift, shift + high - low, low - first - start))
                 yield _Part(unit, kind, dtype, start, stop, stretches)
 
 
 def _load_units(
-    engine: OffloadEngine, machinery: PartitionedModel, places: dict[ParamSlot, Place], path: Path, manifest: Manifest
+    engine: OffloadEngine, machinery: PartitionedModel, places: Places, path: Path, manifest: Manifest
 ) -> None:
     """Fill this rank's shards, read ahead and written behind."""
     parts = _parts(engine, machinery, places)
@@ -187,16 +192,14 @@ def _match_groups(manifest: Manifest, optimizer: AdamW | None) -> None:
         )
 
 
-def _load_optimizer(
-    manifest: Manifest, optimizer: AdamW | None, places: dict[ParamSlot, Place], engine: OffloadEngine
-) -> None:
+def _load_optimizer(manifest: Manifest, optimizer: AdamW | None, places: Places, engine: OffloadEngine) -> None:
     if optimizer is None:
         return
-    for slot, (_, saved) in places.items():
-        if slot.param in optimizer.state:
-            optimizer.state[slot.param]["step"] = saved.step or 0
+    for slot, found in places.items():
+        if slot.owner in optimizer.state:
+            optimizer.state[slot.owner]["step"] = found[0][1].step or 0
     for group, settings in zip(optimizer.param_groups, manifest.optimizer.groups, strict=False):
         group.update(settings)
     if manifest.optimizer.loss_scale is not None:
         optimizer.loss_scale.load(manifest.optimizer.loss_scale)
-    engine.will_accumulate(slot.unit for slot, (_, saved) in places.items() if saved.accumulates)
+    engine.will_accumulate(slot.unit for slot, found in places.items() if any(saved.accumulates for _, saved in found))

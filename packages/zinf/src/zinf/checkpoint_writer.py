@@ -178,16 +178,21 @@ def _lay_out(engine: OffloadEngine, machinery: PartitionedModel) -> list[UnitRec
         for name, dtype in saved_kinds(engine, unit).items():
             kinds[name] = KindRecord(str(dtype).removeprefix("torch."), end)
             end = round_up(end + unit.shard_numel * dtype.itemsize, layout.ALIGNMENT)
-        sums = engine.accumulates(unit)
-        slots = [SlotRecord(list(s.names), list(s.shape), s.offset, _step(engine, s), sums) for s in unit.slots]
+        slots = [_slot_record(engine, slot) for slot in unit.slots]
         records.append(UnitRecord(unit.name, unit.shard_numel, slots, kinds))
     return records
 
 
+def _slot_record(engine: OffloadEngine, slot: ParamSlot) -> SlotRecord:
+    sums, whole = engine.accumulates(slot.unit), None if slot.tile is None else list(slot.owner.shape)
+    step = _step(engine, slot)
+    return SlotRecord(list(slot.names), list(slot.shape), slot.offset, step, sums, slot.first, whole)
+
+
 def _step(engine: OffloadEngine, slot: ParamSlot) -> int | None:
-    if engine.optimizer is None or slot.param not in engine.optimizer.state:
+    if engine.optimizer is None or slot.owner not in engine.optimizer.state:
         return None
-    return engine.optimizer.state[slot.param]["step"]
+    return engine.optimizer.state[slot.owner]["step"]
 
 
 def _copy(tensor: Tensor) -> Tensor:

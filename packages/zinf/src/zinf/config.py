@@ -69,7 +69,8 @@ class Config:
     prefetch: bool = True
     """Gather units ahead of their use."""
     tile_bytes: int | str | None = None
-    """Cut operators larger than this into tiles. Comes with memory-centric tiling: must be None."""
+    """Bytes of a gathered parameter above which it is cut into tiles of at most so many. None: where a parameter with
+    its gradient exceeds device_memory, tiles of a quarter of that."""
     checksum: bool = True
     """Check that what is read back from a drive is what was written."""
     group: Any = None
@@ -82,7 +83,7 @@ class Config:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         set_field("nvme", self.nvme_dirs)
         set_field("shard", tuple(self.shard))
-        for name in ("device_memory", "host_memory", "resident"):
+        for name in ("device_memory", "host_memory", "resident", "tile_bytes"):
             set_field(name, self.budget(name))
         if self.unit_size != "auto":
             set_field("unit_size", _size("unit_size", self.unit_size))
@@ -114,8 +115,8 @@ class Config:
             )
         if self.loss_scale is not None and self.loss_scale != "dynamic" and not _positive(self.loss_scale):
             raise ConfigError(f"loss_scale={self.loss_scale!r} is neither 'dynamic' nor a positive number")
-        if self.tile_bytes is not None:
-            raise ConfigError("tile_bytes is not available in this version: it must be None")
+        if self.tile_bytes == 0:
+            raise ConfigError("tile_bytes=0 leaves no room for a tile: give the bytes of one, or None")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -139,7 +140,7 @@ class Config:
         return cls(**{**PRESETS[name], **changes})
 
     def budget(self, name: str) -> int | None:
-        """`device_memory`, `host_memory` or `resident` in bytes; None: to be found out."""
+        """`device_memory`, `host_memory`, `resident` or `tile_bytes` in bytes; None: to be found out."""
         value = getattr(self, name)
         return None if value is None else _size(name, value)
 

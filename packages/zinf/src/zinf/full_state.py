@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero3 import parameter_forms
+from zero3.tiles import tiles_of
 from zero3.unit import ParamSlot
 
 from .offload_engine import OffloadEngine, pieces
@@ -20,6 +21,9 @@ def full_grad(param: Tensor) -> Tensor | None:
 
     Clipping that was asked for but not yet applied is included.
     """
+    if (tiles := tiles_of(param)) is not None:
+        grads = [full_grad(tile) for tile in tiles.params]
+        return None if any(grad is None for grad in grads) else torch.cat(grads)  # type: ignore[arg-type]
     slot, engine = _slot(param)
     model = slot.unit.model
     model.border()
@@ -36,6 +40,10 @@ def full_state(param: Tensor) -> dict[str, Any]:
 
     Before an optimizer is made, moments are zeros.
     """
+    if (tiles := tiles_of(param)) is not None:
+        states = [full_state(tile) for tile in tiles.params]
+        rows = {kind: torch.cat([state[kind] for state in states]) for kind in ("param", *MOMENTS)}
+        return {**rows, "step": states[0]["step"]}
     slot, engine = _slot(param)
     _settle(slot, engine)
     state: dict[str, Any] = {"param": _whole(slot, engine.master(slot.unit).float())}
@@ -57,9 +65,14 @@ def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /,
     TypeError for an unknown name; ValueError for a shape that is not the parameter's; RuntimeError for moments
     without a zinf.AdamW. Nothing is changed then.
     """
-    slot, engine = _slot(parameter)
     given = {name: value for name, value in {**(state or {}), **changes}.items() if value is not None}
-    _check(slot, given)
+    if (tiles := tiles_of(parameter)) is not None:
+        _check(tiles.name, tiles.shape, given)
+        for start, stop, tile in tiles:
+            set_full_state(tile, {name: v if name == "step" else v[start:stop] for name, v in given.items()})
+        return
+    slot, engine = _slot(parameter)
+    _check(slot.name, slot.shape, given)
     _settle(slot, engine)
     counters = _counters(slot, engine)
     if counters is None and given.keys() - {"param"}:
@@ -75,19 +88,19 @@ def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /,
     unit.model.values_changed(unit)
 
 
-def _check(slot: ParamSlot, given: Mapping[str, Any]) -> None:
+def _check(parameter: str, shape: torch.Size, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in ("param", *MOMENTS, "step"):
             raise TypeError(f"{name!r} is no state of a parameter: it has 'param', 'exp_avg', 'exp_avg_sq' and 'step'")
-        if name != "step" and tuple(value.shape) != tuple(slot.shape):
-            raise ValueError(f"{name} of {slot.name}: shape {tuple(value.shape)}, expected {tuple(slot.shape)}")
+        if name != "step" and tuple(value.shape) != tuple(shape):
+            raise ValueError(f"{name} of {parameter}: shape {tuple(value.shape)}, expected {tuple(shape)}")
 
 
 def _counters(slot: ParamSlot, engine: OffloadEngine) -> dict[str, Any] | None:
     """What the optimizer counts of a parameter; None when it has no moments."""
     if engine.optimizer is None or not engine.has_moments(slot.unit):
         return None
-    return engine.optimizer.state.get(slot.param)
+    return engine.optimizer.state.get(slot.owner)
 
 
 def _slot(param: Tensor) -> tuple[ParamSlot, OffloadEngine]:

@@ -110,26 +110,29 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with settings of their own; as torch's."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            slot = parameter_forms.slot_of(param)
-            engine = slot.unit.model.store
-            if not isinstance(engine, OffloadEngine):
-                raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
-            if param.requires_grad and slot.unit.dtype not in unit_states.UPDATED:
-                raise TypeError(
-                    f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
-                    "another optimizer, or freeze it with requires_grad_(False)"
-                )
-            self._engines[engine] = slot.unit.model
-            self.state[param].setdefault("step", 0)
-            if engine.optimizer is self:
-                if self.trains(slot.unit):
-                    engine.create_moments(slot.unit)
-            elif engine.optimizer is not None:
-                raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
+            for slot in parameter_forms.slots_of(param) or [parameter_forms.slot_of(param)]:
+                self._add(slot)
+
+    def _add(self, slot: ParamSlot) -> None:
+        engine = slot.unit.model.store
+        if not isinstance(engine, OffloadEngine):
+            raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
+        if slot.param.requires_grad and slot.unit.dtype not in unit_states.UPDATED:
+            raise TypeError(
+                f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
+                "another optimizer, or freeze it with requires_grad_(False)"
+            )
+        self._engines[engine] = slot.unit.model
+        self.state[slot.owner].setdefault("step", 0)
+        if engine.optimizer is self:
+            if self.trains(slot.unit):
+                engine.create_moments(slot.unit)
+        elif engine.optimizer is not None:
+            raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter of `unit` is ours, and not all are frozen."""
-        return unit.trainable and any(slot.param in self.state for slot in unit.slots)
+        return unit.trainable and any(slot.owner in self.state for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -201,22 +204,23 @@ class AdamW(torch.optim.Optimizer):
         if not self._settings:
             for group in self.param_groups:
                 for param in group["params"]:
-                    slot: ParamSlot = param._zero3
-                    self._settings.setdefault(slot.unit, {})[slot.index] = {
+                    settings = {
                         "lr": float(group["lr"]),
                         "betas": tuple(group["betas"]),
                         "eps": float(group["eps"]),
                         "weight_decay": float(group["weight_decay"]),
                         "step": self.state[param]["step"] + 1,
                     }
+                    for slot in parameter_forms.slots_of(param):
+                        self._settings.setdefault(slot.unit, {})[slot.index] = settings
         ours = self._settings.get(unit, {})
         return {slot.index: ours.get(slot.index) if slot.has_grad else None for slot in unit.slots}
 
     def count_step(self, unit: Unit, settings: dict[int, dict[str, Any] | None]) -> None:
         """An update of `unit` with these settings is certain now."""
         for slot in unit.slots:
-            if settings.get(slot.index) is not None:
-                self.state[slot.param]["step"] += 1
+            if (ours := settings.get(slot.index)) is not None:  # one count for all tiles of a parameter
+                self.state[slot.owner]["step"] = ours["step"]
 
     # -- clipping and scaling --------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from . import budgets
 from .activation_offload import checkpoint_blocks
 from .config import Config
 from .errors import ConfigError
+from .memory_centric_tiling import TileLimits, cut_operators
 from .offload_engine import OffloadEngine
 from .placement import Placement
 from .prefetcher import Prefetcher
@@ -45,13 +46,15 @@ def init(config: Config) -> Iterator[None]:
     spare_memory_if_scarce()
     tiers = TierSet(device, config.nvme_dirs, config.checksum)
 
+    building = Placement.of(config.replace(resident=0), device, grad_bytes=0, state_bytes=0)
+    limits = TileLimits.of(config, building.device_memory, ranks)
+
     def store_while_building(_: torch.device) -> ShardStore:
-        placement = Placement.of(config.replace(resident=0), device, grad_bytes=0, state_bytes=0)
-        return OffloadEngine(config, placement, tiers)
+        return OffloadEngine(config, building, tiers)
 
     made: list[nn.Module] = []
     try:
-        with constructing(ranks, settings, store_while_building, made.append):
+        with constructing(ranks, settings, store_while_building, made.append, limits.count):
             yield
         for module in made:
             _partition(module, config, ranks, settings, tiers, device)
@@ -90,7 +93,12 @@ def _partition(
     states = trained * (nbytes["params"] + nbytes["optimizer"]) + frozen * nbytes["params"]
     placement = Placement.of(config, device, trained * nbytes["grads"], states)
     _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme_dirs))
-    budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
+    restore = cut_operators(module, TileLimits.of(config, placement.device_memory, ranks))
+    try:
+        budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
+    except ConfigError:
+        restore()
+        raise
     engine = OffloadEngine(config, placement, tiers)
     settings = replace(settings, unit_size=budgets.unit_size(module, config))
     partition(module, ranks, settings, engine, Prefetcher(engine, config.prefetch), device)

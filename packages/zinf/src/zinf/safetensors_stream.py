@@ -22,7 +22,7 @@ from zero3 import gathered, parameter_forms
 from zero3.unit import ParamSlot, Unit
 
 from . import checkpoint_files, unit_states
-from .checkpoint_format import DTYPES, KindRecord, UnitRecord
+from .checkpoint_format import DTYPES, KindRecord, UnitRecord, tiles_by_name
 from .companion_files import from_tensors, read_companions, write_companions
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
@@ -139,7 +139,7 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
     slots = [slot for unit in machinery.units for slot in unit.slots]
     wanted = set(zero3_full_state.persistent_buffers(model))
     buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in wanted}
-    entries = [Entry(slot.name, slot.unit.dtype, tuple(slot.shape)) for slot in slots]
+    entries = [Entry(slot.name, slot.unit.dtype, tuple(slot.owner.shape)) for slot in slots if slot.first == 0]
     entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
     writes = machinery.ranks.rank == 0
     writer = _Writer(Path(dir), entries) if writes else None
@@ -149,7 +149,8 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
                 if following is not None:
                     machinery.start_read(following)  # it arrives while this one is written
                 for slot in unit.slots if writer is not None else []:
-                    writer.begin(slot.name)  # type: ignore[union-attr]
+                    if slot.first == 0:  # other tiles go on where the one before ended
+                        writer.begin(slot.name)  # type: ignore[union-attr]
                     writer.elements(parameter_forms.raw_data(slot.param).cpu())  # type: ignore[union-attr]
         if writer is not None:
             for name, buffer in buffers.items():
@@ -174,15 +175,18 @@ def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> 
     manifest = checkpoint_files.read_manifest(path)
     tensors = checkpoint_files.read_tensors(path, manifest)
     buffers = {name.removeprefix("buffer."): t for name, t in tensors.items() if name.startswith("buffer.")}
-    places = [(unit, slot) for unit in manifest.units for slot in unit.slots]
-    entries = [Entry(slot.names[0], _param_dtype(unit), tuple(slot.shape)) for unit, slot in places]
+    known = tiles_by_name(manifest.units)
+    firsts = list(dict.fromkeys(slot.names[0] for unit in manifest.units for slot in unit.slots))
+    entries = [Entry(name, _param_dtype(known[name][0][0]), known[name][0][1].full_shape) for name in firsts]
     entries += [Entry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+    places = [place for name in firsts for place in known[name]]
     stretches = [(unit, "param", slot.offset, slot.offset + slot.numel) for unit, slot in places]
     writer = _Writer(Path(dir), entries)
     try:
         with checkpoint_files.PieceReader(path, manifest, stretches) as reader:
             for (_, slot), stretch in zip(places, stretches, strict=True):
-                writer.begin(slot.names[0])
+                if slot.first == 0:
+                    writer.begin(slot.names[0])
                 for _, part in reader.read(*stretch):
                     writer.elements(part)
         for name, buffer in buffers.items():
@@ -225,23 +229,23 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
         whole = [unit for unit in machinery.units if all(slot in sources for slot in unit.slots)]
         _fill(engine, whole, sources, folder)
         filled = {slot for unit in whole for slot in unit.slots}
-        rest = {name: entry for name, entry in entries.items() if _slot_of(entry) not in filled}
+
+        def is_filled(entry: Tensor) -> bool:
+            slots = parameter_forms.slots_of(entry)
+            return bool(slots) and filled.issuperset(slots)
+
+        rest = {name: entry for name, entry in entries.items() if not is_filled(entry)}
         with ReadAhead() as folder.ahead:
             zero3_full_state.load_entries(rest, folder)
     engine.companions = read_companions(Path(dir))
     return result
 
 
-def _slot_of(entry: Tensor) -> ParamSlot | None:
-    return parameter_forms.slot_of(entry) if parameter_forms.is_partitioned(entry) else None
-
-
 def _sources(entries: Mapping[str, Tensor], folder: _Folder) -> dict[ParamSlot, str]:
     """The name under which the folder has each parameter."""
     available, sources = set(folder.names), {}
     for name, entry in entries.items():
-        slot = _slot_of(entry)
-        if slot is not None and name in available:
+        for slot in parameter_forms.slots_of(entry) if name in available else []:
             sources[slot] = name
     return sources
 
@@ -276,7 +280,7 @@ def _own_parts(unit: Unit, start: int, stop: int) -> Iterator[tuple[ParamSlot, i
     for slot in unit.slots:
         low, high = max(slot.start, start), min(slot.stop, stop)
         if low < high:
-            first = slot.own_range()[0] - slot.start  # from the shard's count to the parameter's
+            first = slot.own_range()[0] - slot.start + slot.first  # from the shard's count to the parameter's
             yield slot, low + first, high + first, low - start
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero3.tiles import over_tiles
+
 # Bytes of one tile of float32 logits.
 _TILE_BYTES = 32 << 20
 
@@ -22,7 +24,8 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     targets   (...) int64; those equal to -100 do not count
 
     Loss and gradients are those of torch.nn.functional.cross_entropy on the whole logits in float32, to rounding:
-    the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again.
+    the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again. A weight
+    that is itself in tiles (`zinf.tiled`) is gathered one tile at a time.
     ValueError for shapes that do not fit.
     """
     weight: Tensor = head.weight  # type: ignore[assignment]
@@ -32,12 +35,28 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
             f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do "
             "not fit: expected (..., width), (vocabulary, width) and (...)"
         )
-    return _TiledCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1))
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _mean_loss(rows, weight, bias, targets.reshape(-1))
 
 
-class _TiledCrossEntropy(torch.autograd.Function):
+def _mean_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """Of hidden (tokens, width) and targets (tokens,). A weight in tiles gives its sums tile by tile."""
+
+    def sums(start: int, stop: int, tile: Tensor) -> tuple[Tensor, Tensor]:
+        part = None if bias is None else bias[start:stop]
+        return _SumsOverVocabulary.apply(hidden, tile, part, targets - start)
+
+    log_sums, chosen = zip(*over_tiles(weight, sums), strict=True)
+    log_sum = log_sums[0] if len(log_sums) == 1 else torch.stack(log_sums).logsumexp(dim=0)
+    counted = targets != IGNORED_TARGET
+    return (log_sum - sum(chosen))[counted].sum() / counted.sum()
+
+
+class _SumsOverVocabulary(torch.autograd.Function):
+    """(tokens,) log-sum-exp of the logits, and (tokens,) the target's logit, 0 where the target is another tile's."""
+
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_sum = torch.full((len(hidden),), float("-inf"), device=hidden.device)
         chosen = torch.zeros(len(hidden), device=hidden.device)
         for start, stop in _tiles(len(hidden), len(weight)):
@@ -45,28 +64,26 @@ class _TiledCrossEntropy(torch.autograd.Function):
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(dim=1))
             inside = (targets >= start) & (targets < stop)
             chosen[inside] = logits[inside, targets[inside] - start]
-        counted = targets != IGNORED_TARGET
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
-        return (log_sum - chosen)[counted].sum() / counted.sum()
+        return log_sum, chosen
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx, grad_log_sum: Tensor, grad_chosen: Tensor):
         hidden, weight, bias, targets, log_sum = ctx.saved_tensors
-        counted = targets != IGNORED_TARGET
-        scale = (grad_loss / counted.sum() * counted).unsqueeze(1)  # (tokens, 1)
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias and bias is not None else None
         for start, stop in _tiles(len(hidden), len(weight)):
             grad_logits = (_logits(hidden, weight, bias, start, stop) - log_sum.unsqueeze(1)).exp_()
+            grad_logits.mul_(grad_log_sum.unsqueeze(1))
             inside = (targets >= start) & (targets < stop)
-            grad_logits[inside, targets[inside] - start] -= 1
-            grad_logits = (grad_logits * scale).to(hidden.dtype)
+            grad_logits[inside, targets[inside] - start] += grad_chosen[inside]
+            grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden.addmm_(grad_logits, weight[start:stop])
+                grad_hidden.addmm_(grad_logits, weight[start:stop].to(hidden.dtype))
             if grad_weight is not None:
-                torch.mm(grad_logits.t(), hidden, out=grad_weight[start:stop])
+                grad_weight[start:stop] = grad_logits.t() @ hidden
             if grad_bias is not None:
                 grad_bias[start:stop] = grad_logits.sum(dim=0)
         return grad_hidden, grad_weight, grad_bias, None
@@ -80,4 +97,5 @@ def _tiles(tokens: int, vocabulary: int) -> Iterator[tuple[int, int]]:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
     """(tokens, stop - start) float32."""
-    return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop]).float()
+    rows = weight[start:stop].to(hidden.dtype)
+    return F.linear(hidden, rows, None if bias is None else bias[start:stop].to(hidden.dtype)).float()

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero3.tiles import tiles_of
 from zinf.models.widened_linear import compute_dtype, linear
+from zinf.tiled_cross_entropy import cross_entropy
 
 INIT_STD = 0.02  # of every weight matrix, as in GPT-2
 
@@ -80,7 +82,10 @@ class GPT(nn.Module):
         hidden = hidden.to(compute_dtype(hidden.device, hidden.dtype))
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(self.norm(hidden))
+        hidden = self.norm(hidden)
+        if targets is not None and tiles_of(self.head.weight) is not None:
+            return cross_entropy(hidden, self.head, targets)  # logits that large are not wanted whole either
+        logits = self.head(hidden)
         if targets is None:
             return logits
         # In float32 whatever the parameters are: a bf16 sum over the vocabulary would lose the small terms.

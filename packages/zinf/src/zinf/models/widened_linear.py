@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from zero3.tiles import over_tiles
+
 _BLOCK = 1 << 20  # elements that are widened at a time: large enough for a product at full speed, and small for a cache
 
 _of_thread = threading.local()
@@ -39,7 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · weightᵀ + bias in the dtype of `x`: (..., in) -> (..., out), with weight (out, in) and bias (out,)."""
     if weight.dtype == x.dtype:
         return F.linear(x, weight, bias)
-    product = _WidenedProduct.apply(x, weight)
+    products = over_tiles(weight, lambda start, stop, tile: _WidenedProduct.apply(x, tile))
+    product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     return product if bias is None else product + bias.to(x.dtype)
 
 
