@@ -408,7 +408,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(one, torch.Tensor):
+            if isinstance(one, torch.Tensor) and not one.is_meta:
                 self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
         return result
 
@@ -430,7 +430,6 @@ def test_the_whole_weight_never_exists(nvme, monkeypatch, tmp_path):
         zinf.save(tmp_path / "saved", model, optimizer)
         zinf.load(tmp_path / "saved", model, optimizer)
         zinf.export(model, tmp_path / "weights")
-        zinf.load_pretrained(model, tmp_path / "weights")
     assert len(model[0].weight._zero3_tiles.params) == 16
     assert 0 < seen.nbytes < whole // 4
     assert zinf.report(model)["peak"]["device"] < whole
