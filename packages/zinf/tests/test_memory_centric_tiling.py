@@ -418,7 +418,7 @@ def test_the_whole_weight_never_exists(nvme, monkeypatch, tmp_path):
     monkeypatch.setattr(tiled_draws, "_PIECE", 4096)
     whole = 512 * 256 * 4
     memory_bandwidth()  # measured once, on buffers of its own
-    cfg = config(nvme, tile_bytes=whole // 16, unit_size="4KiB")
+    cfg = config(nvme, tile_bytes=whole // 16, unit_size="4KiB", device_memory=whole // 2)
     with Largest() as seen:
         with zinf.init(cfg):
             model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
@@ -432,7 +432,7 @@ def test_the_whole_weight_never_exists(nvme, monkeypatch, tmp_path):
         zinf.export(model, tmp_path / "weights")
     assert len(model[0].weight._zero3_tiles.params) == 16
     assert 0 < seen.nbytes < whole // 4
-    assert zinf.report(model)["peak"]["device"] < whole
+    assert zinf.report(model)["peak"]["device"] <= whole // 2
 
 
 # -- states come and go ---------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""Figure 6b in kind: the largest hidden size on a device that has no contiguous stretch above N bytes.
+
+    python packages/zinf/benchmarks/largest_hidden.py [--contiguous 4MiB] [--tiles 2 4 16] [--json F]
+
+The model is the paper's operator, linear layers of hidden to 4 hidden and back. Without tiling the largest is h; with T
+tiles, each 16 hidden² / T bytes in float32, it should be √T · h; automatic tiling is tried at 8 h. Memory answers ENOMEM
+above N bytes (refusing_allocator.c, preloaded). The paper's own row doubles from 8K without tiling to 64K with 16 tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zinf
+from zero3.unit_grouping import parse_size
+
+STEP = 64  # of the search
+SLACK = 64 << 10  # bytes that an allocator adds for alignment
+ALLOCATOR = Path(__file__).with_name("refusing_allocator.c")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contiguous", type=parse_size, default=4 << 20)
+    parser.add_argument("--tiles", type=int, nargs="*", default=[2, 4, 16])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--preloaded", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if not options.preloaded:
+        return run_preloaded(sys.argv[1:] if argv is None else argv)
+    record = measure(options.contiguous, options.tiles)
+    text = json.dumps(record, indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    return 0
+
+
+def run_preloaded(argv: list[str]) -> int:
+    """This script again, with the allocator, which is compiled on the way."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "refusing_allocator.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(ALLOCATOR), "-o", str(library), "-ldl"], check=True)
+        environment = {**os.environ, "LD_PRELOAD": str(library)}
+        command = [sys.executable, __file__, *argv, "--preloaded"]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def measure(contiguous: int, tiles: list[int]) -> dict[str, Any]:
+    """Largest hidden sizes, and whether automatic tiling trains at 8 times the one without tiling."""
+    refuse = ctypes.CDLL(None).refuse_above
+    refuse.argtypes = [ctypes.c_size_t]
+    trains(STEP)  # what is allocated once a process: the probe of the memory's bandwidth, threads
+    refuse(contiguous + SLACK)
+    try:
+        start = int(math.sqrt(contiguous / 16))
+        whole = largest(lambda hidden: trains(hidden, tile_bytes=1 << 60), start)
+        rows = {}
+        for count in tiles:
+            found = largest(lambda hidden, t=count: trains(hidden, tile_bytes=-(-16 * hidden**2 // t)),
+                            int(start * math.sqrt(count)))  # fmt: skip
+            rows[count] = {"hidden": found, "of_sqrt_tiles": found / (math.sqrt(count) * whole)}
+        automatic = trains(8 * whole, device_memory=contiguous)
+    finally:
+        refuse(0)
+    return {
+        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "contiguous_bytes": contiguous,
+        "without_tiling": whole,
+        "with_tiles": rows,
+        "automatic_at_8_times": automatic,
+    }
+
+
+def largest(fits, guess: int) -> int:
+    """The largest multiple of STEP that fits; looked for around `guess`."""
+    low, high = 0, max(2 * guess // STEP, 2)  # in steps; `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
+
+
+def trains(hidden: int, **changes: Any) -> bool:
+    """Whether construction and two steps get the memory that they ask for."""
+    config = zinf.Config.preset("inf-cpu", dtype=torch.float32, overlap_optimizer="backward", **changes)
+    try:
+        with zinf.init(config):
+            model = nn.Sequential(nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False))
+        optimizer = zinf.AdamW(model.parameters(), lr=1e-4)
+        for _ in range(2):
+            model(torch.ones(1, hidden)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except (MemoryError, RuntimeError, OSError) as error:
+        if "alloc" not in str(error).lower() and "memory" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
