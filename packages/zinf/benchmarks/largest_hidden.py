@@ -2,9 +2,9 @@
 
     python packages/zinf/benchmarks/largest_hidden.py [--contiguous 4MiB] [--tiles 2 4 16] [--json F]
 
-The model is the paper's operator, linear layers of hidden to 4 hidden and back. Without tiling the largest is h; with T
-tiles, each 16 hidden² / T bytes in float32, it should be √T · h; automatic tiling is tried at 8 h. Memory answers ENOMEM
-above N bytes (refusing_allocator.c, preloaded). The paper's own row doubles from 8K without tiling to 64K with 16 tiles.
+The model is the paper's operator, linear layers of hidden to 4 hidden and back. Without tiling the largest is h; with
+T tiles, each 16 hidden² / T bytes in float32, it should be √T · h; automatic tiling is tried at 8 h. Memory answers
+ENOMEM above N bytes (refusing_allocator.c, preloaded). The paper's row doubles from 8K without tiling to 64K with 16.
 """
 
 from __future__ import annotations

@@ -16,17 +16,21 @@ from torch import Tensor, nn
 
 from .tiles import Tiles
 
-# Elements of a piece: a few MiB of scratch.
+# Elements of a piece at most: a few MiB of scratch. Nor is a piece larger than a tile, since tiles may be as small as
+# they are because there is no room for more.
 _PIECE = 1 << 20
 _SHORTEST = 16
 
 
-def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+def _pieces(tiles: Tiles) -> Iterator[tuple[int, int]]:
     """(first, last) of each piece."""
+    numel = tiles.shape.numel()
+    of_tile = tiles.rows[1] * tiles.row_numel // _SHORTEST * _SHORTEST
+    piece = min(_PIECE, max(of_tile, _SHORTEST))
     first = 0
-    while numel - first >= _PIECE + _SHORTEST:
-        yield first, first + _PIECE
-        first += _PIECE
+    while numel - first >= piece + _SHORTEST:
+        yield first, first + piece
+        first += piece
     yield first, numel
 
 
@@ -35,7 +39,7 @@ def _drawn(function: Callable) -> Callable:
 
     def draw(tiles: Tiles, *args: Any, **kwargs: Any) -> None:
         whole = tiles.whole
-        for first, last in _pieces(tiles.shape.numel()):
+        for first, last in _pieces(tiles):
             scratch = torch.empty(last - first, dtype=whole.dtype, device=whole.device)
             function(scratch, *args, **kwargs)
             tiles.put(first, scratch)
