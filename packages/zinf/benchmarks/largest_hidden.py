@@ -70,8 +70,8 @@ def measure(contiguous: int, tiles: list[int]) -> dict[str, Any]:
         whole = largest(lambda hidden: trains(hidden, tile_bytes=1 << 60), start)
         rows = {}
         for count in tiles:
-            found = largest(lambda hidden, t=count: trains(hidden, tile_bytes=-(-16 * hidden**2 // t)),
-                            int(start * math.sqrt(count)))  # fmt: skip
+            guess = int(start * math.sqrt(count))
+            found = largest(lambda hidden, t=count: trains(hidden, tile_bytes=bytes_of_tile(hidden, t)), guess)
             rows[count] = {"hidden": found, "of_sqrt_tiles": found / (math.sqrt(count) * whole)}
         automatic = trains(8 * whole, device_memory=contiguous)
     finally:
@@ -83,6 +83,11 @@ def measure(contiguous: int, tiles: list[int]) -> dict[str, Any]:
         "with_tiles": rows,
         "automatic_at_8_times": automatic,
     }
+
+
+def bytes_of_tile(hidden: int, count: int) -> int:
+    """Of the larger of both layers' tiles: whole rows, of hidden and of 4 hidden elements."""
+    return max(-(-4 * hidden // count) * 4 * hidden, -(-hidden // count) * 16 * hidden)
 
 
 def largest(fits, guess: int) -> int:
