@@ -1,12 +1,13 @@
 """The memory wall: how much larger than the memory may a model be? A few steps inside a memory cgroup. Needs root.
 
     python packages/zinf/benchmarks/memory_wall.py --nvme DIR --limit 2GiB --model gpt:layers=22,hidden=2048,heads=16
-        [--seq 128] [--batch 1] [--steps 3] [--overlap backward|next-forward|false] [--grads nvme] [--ranks 2]
-        [--json F]
+        [--seq 128] [--batch 1] [--steps 3] [--overlap backward|next-forward|false] [--grads nvme]
+        [--activations nvme|cpu|none] [--ranks 2] [--json F]
 
-Everything is on the drive (preset inf-nvme, nothing resident), and the budgets are zinf's own choice. `states` are 20
-bytes a parameter, as the paper counts model states (equation 2); how many times the limit they are is the height of
-the wall. The cgroup counts all memory of all processes, page cache included.
+Everything is on the drive (preset inf-nvme, nothing resident), the inputs of checkpointed blocks included, and the
+budgets are zinf's own choice. `states` are 20 bytes a parameter, as the paper counts model states (equation 2); how
+many times the limit they are is the height of the wall. The cgroup counts all memory of all processes, page cache
+included.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def train(given: argparse.Namespace) -> None:
     """Builds and takes the steps; one JSON line each, by rank 0."""
     ranks = Ranks.join()
     config = zinf.Config.preset(
-        "inf-nvme", nvme=[given.nvme], resident=0, grads=given.grads, overlap_optimizer=OVERLAPS[given.overlap]
-    )
+        "inf-nvme", nvme=[given.nvme], resident=0, grads=given.grads, overlap_optimizer=OVERLAPS[given.overlap],
+        activations=None if given.activations == "none" else given.activations,
+    )  # fmt: skip
 
     def tell(**values: Any) -> None:
         if ranks.is_first:
@@ -60,6 +62,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         launcher = [] if given.ranks == 1 else _torchrun(given.ranks)
         flags = ["--nvme", drive, "--limit", given.limit, "--model", given.model, "--overlap", given.overlap]
         flags += ["--seq", str(given.seq), "--batch", str(given.batch), "--steps", str(given.steps)]
+        flags += ["--activations", given.activations]
         flags += ["--grads", given.grads] if given.grads else []
         command = [sys.executable, *launcher, __file__, *flags, "--inside"]
         outcome = run_inside(limit, command, timeout=given.timeout)
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--overlap", default="backward", choices=list(OVERLAPS))
     parser.add_argument("--grads", choices=["cpu", "nvme"])
+    parser.add_argument("--activations", default="nvme", choices=["nvme", "cpu", "none"], help="none: no checkpointing")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for the whole run")
     parser.add_argument("--json", type=Path)

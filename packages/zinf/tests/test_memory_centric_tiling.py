@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
-from transformers.pytorch_utils import Conv1D
 from zinf_testing import SETTINGS, assert_close, assert_same, config, full_states, make, plain, state_of, train
 
 import zero3
@@ -25,6 +23,12 @@ from zinf.safetensors_stream import export_checkpoint
 from zinf.step_report import memory_bandwidth
 
 COUNTS = [1, 2, 3, 4, 16]
+
+
+def of_transformers(name: str):
+    """A class of transformers; without that package the test is skipped."""
+    package = pytest.importorskip("transformers", reason="its models are what is put in tiles")
+    return getattr(package.pytorch_utils if name == "Conv1D" else package, name)
 
 
 def tile_all(model: nn.Module, count: int) -> nn.Module:
@@ -60,7 +64,7 @@ OPERATORS = {
     "conv2d": lambda: (nn.Conv2d(3, 17, (2, 3), stride=2, bias=False), torch.randn(2, 3, 8, 9)),
     "conv3d, no batch": lambda: (nn.Conv3d(2, 16, 2, dilation=2), torch.randn(2, 5, 5, 6)),
     "grouped conv": lambda: (nn.Conv1d(4, 16, 3, groups=2), torch.randn(2, 4, 8)),
-    "Conv1D": lambda: (Conv1D(24, 18), torch.randn(3, 5, 18)),
+    "Conv1D": lambda: (of_transformers("Conv1D")(24, 18), torch.randn(3, 5, 18)),
     "output head": lambda: (nn.Linear(8, 101, bias=False), torch.randn(6, 8)),
 }
 
@@ -281,11 +285,11 @@ def test_torchs_own_clipping_reaches_the_tiles(nvme):
 # -- experts --------------------------------------------------------------------------------------------------
 
 
-def mixtral() -> MixtralForCausalLM:
+def mixtral() -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(2)
-    return MixtralForCausalLM(
-        MixtralConfig(
+    return of_transformers("MixtralForCausalLM")(
+        of_transformers("MixtralConfig")(
             **sizes, vocab_size=31, num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=1,
             experts_implementation="eager",
         )
@@ -370,7 +374,7 @@ def plain_state(build, seed=3):
 
 @pytest.mark.parametrize(("tile_bytes", "piece"), [(256, 16), (512, 64), (512, 1 << 20)])
 @pytest.mark.parametrize(
-    "build", [Drawn, mixtral, lambda: GPT2LMHeadModel(tiny_gpt2())], ids=["all", "mixtral", "gpt2"]
+    "build", [Drawn, mixtral, lambda: of_transformers("GPT2LMHeadModel")(tiny_gpt2())], ids=["all", "mixtral", "gpt2"]
 )
 def test_initial_values_are_the_plain_ones(nvme, monkeypatch, build, tile_bytes, piece):
     monkeypatch.setattr(tiled_draws, "_PIECE", piece)
@@ -383,8 +387,8 @@ def test_initial_values_are_the_plain_ones(nvme, monkeypatch, build, tile_bytes,
     assert_same(state_of(model), wanted)
 
 
-def tiny_gpt2() -> GPT2Config:
-    return GPT2Config(vocab_size=61, n_positions=8, n_embd=12, n_layer=2, n_head=2)
+def tiny_gpt2():
+    return of_transformers("GPT2Config")(vocab_size=61, n_positions=8, n_embd=12, n_layer=2, n_head=2)
 
 
 def init_on_ranks(rank, world, nvme):
