@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent.parent / "packages"
-sys.path[:0] = [str(Path(__file__).parent), str(PACKAGES / "zinf" / "tests"), str(PACKAGES / "zero3" / "tests")]
+FOLDERS = ("zinf/tests", "zero3/tests", "zinf/benchmarks")  # a memory cgroup is what the benchmarks use as well
+sys.path[:0] = [str(Path(__file__).parent), *(str(PACKAGES / folder) for folder in FOLDERS)]
 
 from zinf_fixtures import *  # noqa: F403
