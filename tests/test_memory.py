@@ -37,16 +37,16 @@ def bound(stream):
 
 @pytest.mark.parametrize(("overlap", "grads"), [("backward", "cpu"), ("next-forward", "nvme"), (False, "nvme")])
 def test_memory_does_not_grow_with_the_number_of_layers(nvme, overlap, grads):
-    peaks = {}
-    for layers in (8, 32):
+    """How much of the bound is reached is a matter of timing; a single unit for each layer would be beyond it."""
+    for layers in (8, 96):
         model = trained(nvme, layers, overlap, grads)
         engine = model._zero3_model.store
-        peaks[layers] = engine.tiers.host_pool.nbytes
-        assert peaks[layers] <= bound(engine.updates.stream.budget)
+        most = bound(engine.updates.stream.budget)
+        assert most < 96 * UNIT
+        assert engine.tiers.host_pool.nbytes <= most
         assert engine.tiers.of("cpu").nbytes == engine.tiers.of("device").nbytes == 0
         assert zinf.report(model)["peak"]["device"] <= 4 * UNIT
         del model, engine
-    assert peaks[32] <= peaks[8] + UNIT
 
 
 def test_waiting_gradients_in_memory_are_two_bytes_a_parameter(nvme):
