@@ -37,16 +37,19 @@ def bound(stream):
 
 @pytest.mark.parametrize(("overlap", "grads"), [("backward", "cpu"), ("next-forward", "nvme"), (False, "nvme")])
 def test_memory_does_not_grow_with_the_number_of_layers(nvme, overlap, grads):
-    """How much of the bound is reached is a matter of timing; a single unit for each layer would be beyond it."""
-    for layers in (8, 96):
+    """What is in use is the same at any depth. The pool keeps no more than twice that: which sizes it has at hand when
+    one is asked for is a matter of timing."""
+    peaks = {}
+    for layers in (8, 32, 96):
         model = trained(nvme, layers, overlap, grads)
         engine = model._zero3_model.store
-        most = bound(engine.updates.stream.budget)
-        assert most < 96 * UNIT
-        assert engine.tiers.host_pool.nbytes <= most
+        pool = engine.tiers.host_pool
+        peaks[layers] = pool.peak_in_use
+        assert pool.nbytes <= min(2 * pool.peak_in_use, bound(engine.updates.stream.budget))
         assert engine.tiers.of("cpu").nbytes == engine.tiers.of("device").nbytes == 0
         assert zinf.report(model)["peak"]["device"] <= 4 * UNIT
-        del model, engine
+        del model, engine, pool
+    assert max(peaks[32], peaks[96]) <= peaks[8] + UNIT
 
 
 def test_waiting_gradients_in_memory_are_two_bytes_a_parameter(nvme):

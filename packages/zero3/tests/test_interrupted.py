@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -133,6 +135,54 @@ def test_a_forward_that_catches_an_interrupt_of_its_part():
     plain, model = pair(Catches, store=DistantStore(), unit_size=1)
     assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
     assert at_rest(model)
+
+
+class StopsBetween(Perceptron):
+    """Raises once in a layer that runs under hooks of the model's own."""
+
+    error: type | None = None
+
+    def __init__(self):
+        super().__init__()
+        handle = self.layers[1].register_forward_hook(self.stop)
+        self.__dict__["handle"] = handle
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            x = checkpoint(self.layers[1], self.layers[0](x), use_reentrant=False)
+        return self.layers[3](torch.tanh(self.layers[2](torch.tanh(x))))
+
+    def stop(self, *_):
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error("stop")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_hooks_that_lay_between_ours_are_gone_with_them(error):
+    """Their end takes off the topmost pair, which is then one of ours."""
+    plain, model = pair(StopsBetween, store=DistantStore(), unit_size=1)
+    model.error = error
+    with pytest.raises(error, match="stop"):
+        model.loss(model.data(7))
+    assert running_model() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
+    assert at_rest(model)
+
+
+def test_no_destructor_of_ours_runs_in_a_step():
+    """An interrupt that meets one is lost: Python cannot raise it there."""
+    model = zero3.shard(Perceptron(), store=DistantStore(), unit_size=1)
+    met = []
+    sys.setprofile(lambda frame, event, _: met.append(frame.f_code) if event == "call" else None)
+    try:
+        model.loss(model.data(0)).backward()
+    finally:
+        sys.setprofile(None)
+    names = {code.co_name for code in met}
+    assert {"pack", "unpack"} <= names
+    assert "__del__" not in names
 
 
 def test_saved_tensor_hooks_entered_after_an_interrupt_stay_in_force():

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .own_hook import OwnHook
+from .saved_views import HookPair, take_off
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
@@ -38,7 +39,7 @@ class _Running:
     """A forward of a hooked module that runs now.
 
     frame    of torch's function that calls the hooks and the module's own forward; None where that is another one
-    views    it has put our saved-tensor hooks on top
+    views    our saved-tensor hooks, where it has put them on top
     held     units that it holds
     """
 
@@ -51,13 +52,8 @@ class _Running:
             frame = frame.f_back
         self.frame = frame
         self.thread = threading.get_ident()
-        self.views = False
+        self.views: HookPair | None = None
         self.held: Sequence[Unit] = ()
-
-    def end(self) -> None:
-        if self.views:
-            self.model.saved_views.pop()
-        self.model.let_go(self.held)
 
     def was_interrupted(self) -> bool:
         """Whether its frame has left the stack of this thread, which is its own."""
@@ -86,10 +82,21 @@ def runs(model: PartitionedModel) -> bool:
 
 def end_interrupted() -> None:
     """End the forwards that an interrupt has left behind."""
+    left: list[_Running] = []
     while _running and _running[-1].was_interrupted():
-        one = _running.pop()
+        left.insert(0, _running.pop())
+    if left:
         log.warning("a forward was interrupted: what it held is released")
-        one.end()
+        _end(left)
+
+
+def _end(forwards: Sequence[_Running]) -> None:
+    """End forwards that lie one inside the other, the outermost first."""
+    views = [one.views for one in forwards if one.views is not None]
+    if views:
+        take_off(views)
+    for one in reversed(forwards):
+        one.model.let_go(one.held)
 
 
 class _Forward:
@@ -114,17 +121,19 @@ class _Forward:
         if outermost:
             model.step_begins()
             model.will_replay = grad
-        running.views = self._views and grad and model.saved_views.push()
+        if self._views and grad and (pair := model.saved_views.pair()) is not None:
+            running.views = pair  # noted first: an interrupt may come between
+            pair.put_on_top()
         model.count_replays(self._units)
         running.held = self._units
         model.hold(self._units)
 
     def after(self, module: nn.Module, args, output) -> None:
-        while _running and _running[-1].hook is not self and _running[-1].was_interrupted():
-            _running.pop().end()  # the interrupt was caught by the forward that ends now
+        if _running and _running[-1].hook is not self:
+            end_interrupted()  # the interrupt was caught by the forward that ends now
         if not _running or _running[-1].hook is not self:  # another pre-hook failed before ours was called
             return
-        _running.pop().end()
+        _end([_running.pop()])
         if not torch.is_grad_enabled() and not runs(self._model):
             self._model.forget_noticed()
 

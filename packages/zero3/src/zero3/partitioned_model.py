@@ -27,7 +27,7 @@ from .collectives import Ranks
 from .errors import UnsupportedError
 from .gradients import Gradients
 from .host_memory import HeapTrimmer
-from .saved_views import SavedViews
+from .saved_views import SavedViews, take_off
 from .scheduler import Phase, Scheduler
 from .shard_store import ShardStore
 from .tiles import Tiles
@@ -300,15 +300,17 @@ class PartitionedModel:
         phase = self._phase()
         if phase != "access":
             self.count_replays([unit])
-        pushed = not unit.permanent and torch.is_grad_enabled() and self.saved_views.push()
+        pair = self.saved_views.pair() if not unit.permanent and torch.is_grad_enabled() else None
+        if pair is not None:
+            pair.put_on_top()
         unit.holds += 1
         try:
             self.scheduler.needs(unit, phase)
             yield
         finally:
             unit.holds -= 1
-            if pushed:
-                self.saved_views.pop()
+            if pair is not None:
+                take_off([pair])
             if not unit.holds:
                 self.scheduler.done_with(unit, phase)
 

@@ -14,7 +14,7 @@ Three rules that made this hold:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +32,13 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedView:
-    """A view of a unit, without its memory. Lives as long as the graph node that saved it."""
+    """A view of a unit, without its memory. Lives as long as the graph node that saved it.
 
-    __slots__ = ("changes", "offset", "size", "slot", "stride", "unit")
+    It is counted by the mark that it holds, not in a destructor: an interrupt that meets one is lost, since Python can
+    raise nothing out of there, and a backward destroys two dozen of these a block.
+    """
+
+    __slots__ = ("changes", "mark", "offset", "size", "slot", "stride", "unit")
 
     def __init__(self, unit: Unit, view: Tensor):
         self.unit = unit
@@ -45,10 +49,7 @@ class SavedView:
         if slot.touched is not None:
             unit.model.collect_changes(unit, watch=True)
         self.changes = changes_of(slot)
-        unit.saved_views += 1
-
-    def __del__(self):
-        self.unit.saved_views -= 1
+        self.mark = unit.saved_mark
 
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
@@ -63,12 +64,15 @@ class SavedView:
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
-class _HookPair:
+class HookPair:
     """Our pack and unpack, above the pair that was topmost when a forward began."""
 
     def __init__(self, model: PartitionedModel, below: Pair | None):
         self.model = model
         self.below = below
+
+    def put_on_top(self) -> None:
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
         unit = self.model.unit_of_memory(tensor)
@@ -108,31 +112,51 @@ class _Below:
 
 
 class SavedViews:
-    """Pushes the pair while a model's modules run forward."""
+    """The pairs that lie on top while a model's modules run forward."""
 
     def __init__(self, model: PartitionedModel):
         self._model = model
-        self._bare = _HookPair(model, None)
+        self._bare = HookPair(model, None)
 
-    def push(self) -> bool:
-        """Put our pair on top unless it is there already. True when it was put: `pop` must follow."""
-        below = _autograd._top_saved_tensors_default_hooks(True)
-        if self._is_ours(below):
-            return False
-        pair = self._bare if below is None else _HookPair(self._model, below)
-        _autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
-        return True
+    def pair(self) -> HookPair | None:
+        """Our pair, to be put on top and taken off again (`take_off`); None where one of ours is on top already."""
+        below = _top()
+        owner = _owner(below)
+        if owner is not None and owner.model is self._model:
+            return None
+        return self._bare if below is None else HookPair(self._model, below)
 
-    def pop(self) -> None:
-        """Take our pair off. After a forward that was interrupted others may have been put above it: they stay."""
-        above = []
-        while not self._is_ours(top := _autograd._top_saved_tensors_default_hooks(True)):
-            above.append(top)
-            _autograd._pop_saved_tensors_default_hooks()
+
+def take_off(pairs: Sequence[HookPair]) -> None:
+    """Take off what was put on top, given from the lowest on; what was put above them from outside stays.
+
+    Several are left together by an interrupt. Whoever's hooks lay between them has taken off the topmost pair, as if
+    it were its own: one of ours is gone then, and theirs is left in its place. So many must go as we have put, from
+    our lowest on.
+    """
+    lowest = pairs[0]
+    if len(pairs) == 1 and _owner(_top()) is lowest:
         _autograd._pop_saved_tensors_default_hooks()
-        for pair in reversed(above):
-            _autograd._push_saved_tensors_default_hooks(*pair)
+        return
+    stack: list[Pair] = []
+    while (top := _top()) is not None:
+        stack.insert(0, top)
+        _autograd._pop_saved_tensors_default_hooks()
+    owners = [_owner(pair) for pair in stack]
+    if lowest in owners:
+        first = owners.index(lowest)
+    elif lowest.below is None:
+        first = 0
+    else:
+        first = stack.index(lowest.below) + 1 if lowest.below in stack else len(stack)
+    for pack, unpack in stack[:first] + stack[first + len(pairs) :]:
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    def _is_ours(self, pair: Pair | None) -> bool:
-        owner = getattr(pair[0], "__self__", None) if pair is not None else None
-        return type(owner) is _HookPair and owner.model is self._model
+
+def _top() -> Pair | None:
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _owner(pair: Pair | None) -> HookPair | None:
+    owner = getattr(pair[0], "__self__", None) if pair is not None else None
+    return owner if type(owner) is HookPair else None

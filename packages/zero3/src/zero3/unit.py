@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ class Unit:
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
-    saved_views   how many views of it autograd keeps for a backward to come
+    saved_views   how many views of it autograd keeps for a backward to come: all that hold `saved_mark`
     replays       forwards without gradient in this step that a checkpoint will run again
     generation    counts changes of all values at once (a state that was loaded); each slot counts its own beside
     """
@@ -154,7 +155,8 @@ class Unit:
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
-        self.saved_views = 0
+        self.saved_mark = object()
+        self._own_marks = self._marks()
         self.replays = 0
         self.generation = 0
         self.pending: Any = None  # what the present state waits for: a read, then a collective
@@ -163,6 +165,13 @@ class Unit:
         self.unsynced: Tensor | None = None  # no_sync: the full gradient (padded_numel,), while it is in hand
         self.unsynced_slots: set[int] = set()  # which parts of it, in hand or with the store, count
         self.reducing: Any = None
+
+    def _marks(self) -> int:
+        return sys.getrefcount(self.saved_mark)
+
+    @property
+    def saved_views(self) -> int:
+        return self._marks() - self._own_marks
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"

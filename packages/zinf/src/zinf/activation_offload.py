@@ -103,6 +103,8 @@ class _Hooks:
 class SavedActivation:
     """A tensor that autograd saved. Lives as long as the graph node that saved it."""
 
+    key: Key | None = None  # while it has room on the tier; so early, since an interrupt may leave it half made
+
     def __init__(self, store: ActivationStore, tensor: Tensor):
         self._store = store
         self.tensor: Tensor | None = tensor.detach()  # until it is on its tier
@@ -112,7 +114,6 @@ class SavedActivation:
         if tensor.layout is torch.strided:
             self._stride, self.numel = tensor.stride(), _span(tensor)
         self.dtype = tensor.dtype
-        self.key: Key | None = None
         self.reading: tuple[Wait, Any] | None = None  # a read ahead, and the pool's buffer that it fills
 
     @property
