@@ -1,4 +1,4 @@
-"""What misaligned memory costs: bounced against direct, reading and writing, for several sizes of the pool. JSON.
+"""What misaligned memory costs: bounced against direct, reading and writing, for several pools. JSON.
 
     python benchmarks/bounce_cost.py DIR [--mib 512] [--rounds 5]
 """
@@ -50,15 +50,15 @@ def main() -> None:
         with deepnvme.Engine() as io:
             io.write(file, aligned).wait()  # the first write of a place is slower than all others
         for _ in range(given.rounds):
-            for slots in (4, 16, 48):
+            for mib in (3, 6, 16, 48):
                 for name, array in arrays.items():
-                    if slots != 48 and "bounces" not in name:
+                    if mib != 6 and "bounces" not in name:
                         continue
-                    with deepnvme.Engine(bounce_buffers=slots) as io:
+                    with deepnvme.Engine(bounce_buffers=mib) as io:
                         rate(io, file, array[: 64 << 20], "read")  # the pool's first touch
                         for op in ("read", "write"):
                             gigabytes_per_second, cpu = rate(io, file, array, op)
-                            entry = found.setdefault(f"{op}, {name}, {slots} slots", {"rate": [], "cpu": []})
+                            entry = found.setdefault(f"{op}, {name}, {mib} MiB", {"rate": [], "cpu": []})
                             entry["rate"].append(gigabytes_per_second)
                             entry["cpu"].append(cpu)
     report = {

@@ -43,34 +43,31 @@ void copy_streamed(std::byte* to, const std::byte* from, size_t nbytes) {
   _mm_sfence();
 }
 
-#else
-
-void copy_streamed(std::byte* to, const std::byte* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
-
 #endif
+
+void copy_plain(std::byte* to, const std::byte* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
+
+auto copy_towards([[maybe_unused]] Target target, [[maybe_unused]] size_t nbytes) {
+#if defined(__x86_64__)
+  if (target == Target::memory && nbytes >= kStreamed) return copy_streamed;
+#endif
+  return copy_plain;
+}
 
 }  // namespace
 
-void copy_block(std::byte* to, const std::byte* from, size_t nbytes) {
-  if (nbytes < kStreamed) {
-    std::memcpy(to, from, nbytes);
-  } else {
-    copy_streamed(to, from, nbytes);
-  }
+void copy_block(std::byte* to, const std::byte* from, size_t nbytes, Target target) {
+  copy_towards(target, nbytes)(to, from, nbytes);
 }
 
-uint32_t copy_block_and_sum(std::byte* to, const std::byte* from, size_t nbytes) {
+uint32_t copy_block_and_sum(std::byte* to, const std::byte* from, size_t nbytes, Target target) {
   constexpr size_t kInCache = 16 << 10;  // summed up, then copied, out of the first cache
+  const auto copy = copy_towards(target, nbytes);
   uint32_t raw = 0;
-  const bool streamed = nbytes >= kStreamed;
   for (size_t done = 0; done < nbytes; done += kInCache) {
     const size_t step = std::min(kInCache, nbytes - done);
     raw = crc32c_raw(raw, from + done, step);
-    if (streamed) {
-      copy_streamed(to + done, from + done, step);
-    } else {
-      std::memcpy(to + done, from + done, step);
-    }
+    copy(to + done, from + done, step);
   }
   return raw;
 }

@@ -1,4 +1,4 @@
-// A few blocks on huge pages through which misaligned transfers pass, again and again.
+// A little memory on huge pages through which misaligned transfers pass, again and again.
 #pragma once
 
 #include <cstddef>
@@ -8,25 +8,36 @@
 
 namespace deepnvme {
 
+// Note: few bytes, and low addresses first. What the drive has written into a small pool is still in the cache when it
+// is copied from there, and the copy then costs half as much as out of a large one (benchmarks/bounce_cost.py).
 class BouncePool {
  public:
-  BouncePool(size_t slots, size_t slot_nbytes) : slots_(slots), slot_nbytes_(slot_nbytes) {}
+  explicit BouncePool(size_t nbytes);
 
-  // A free slot; nullptr when there is none, or no memory for them. Memory is taken at the first call: an engine that
-  // never bounces has none.
-  std::byte* take();
-  void give_back(std::byte* slot);
-  bool has_free() const { return !memory_.data() || !free_.empty(); }
+  // A slot of `nbytes`; nullptr when there is no room now, or no memory at all. Memory is taken at the first call: an
+  // engine that never bounces has none.
+  std::byte* take(size_t nbytes);
+  void give_back(std::byte* slot, size_t nbytes);
+  bool has_room(size_t nbytes) const { return first_fit(nbytes) < used_.size(); }
 
-  // How many slots may be with the drive at once. The rest is being copied meanwhile: refilling the drive first and
-  // copying then is what lets one thread keep it busy, and a quarter of the slots is enough for that.
-  size_t in_flight_limit() const { return slots_ - slots_ / 4; }
+  // How many bytes may be with the drive at once. The rest is being copied meanwhile: refilling the drive first and
+  // copying then is what lets one thread keep it busy, and a quarter of the pool is enough for that.
+  size_t in_flight_limit() const { return nbytes_ - nbytes_ / 4; }
+
+  // The most slots that there can be at once.
+  size_t most_slots() const { return used_.size(); }
 
  private:
-  size_t slots_;
-  size_t slot_nbytes_;
+  static constexpr size_t kUnit = 64 << 10;
+  static size_t units(size_t nbytes) { return (nbytes + kUnit - 1) / kUnit; }
+
+  // The first of so many free units in a row; used_.size() when there are none.
+  size_t first_fit(size_t nbytes) const;
+  void mark(size_t first, size_t nbytes, bool used);
+
+  size_t nbytes_;
   AlignedMemory memory_;
-  std::vector<std::byte*> free_;
+  std::vector<bool> used_;  // by unit
 };
 
 }  // namespace deepnvme

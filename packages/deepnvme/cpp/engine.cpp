@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <utility>
@@ -12,6 +13,9 @@
 
 namespace deepnvme {
 namespace {
+
+// Largest bounced piece: smaller ones cost more system calls, and a pool is to hold several.
+constexpr size_t kLargestSlot = 1 << 20;
 
 // Threads inherit the mask, so signals go to the threads of the program and never to ours.
 class SignalsBlocked {
@@ -78,7 +82,7 @@ std::shared_ptr<Request> Engine::submit(Direction direction, std::shared_ptr<Fil
   transfer.members = static_cast<unsigned>(file->members().size());
   transfer.stripe = file->stripe();
   transfer.block = settings_.block;
-  transfer.slot = settings_.slot;
+  transfer.slot = std::min(settings_.bounce, kLargestSlot);
 
   uint64_t id;
   {

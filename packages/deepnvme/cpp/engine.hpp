@@ -24,8 +24,7 @@ struct EngineSettings {
   unsigned depth = 32;       // pieces with the drive at once, for each ring
   size_t block = 1 << 20;    // largest piece
   unsigned threads = 1;      // rings (io_uring, libaio), each with a thread; or threads that read and write
-  unsigned slots = 16;       // bounce slots, for each ring
-  size_t slot = 1 << 20;     // size of one
+  size_t bounce = 6 << 20;   // bytes through which misaligned pieces pass, for each ring
 };
 
 // Counters since the engine was made; every one only grows.

@@ -272,12 +272,11 @@ PYBIND11_MODULE(_core, m) {
       .def("want_notification", &Request::want_notification);
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init([](const std::string& backend, unsigned depth, size_t block, unsigned threads, unsigned slots,
-                       size_t slot) {
-             const EngineSettings settings{backend, depth, block, threads, slots, slot};
+      .def(py::init([](const std::string& backend, unsigned depth, size_t block, unsigned threads, size_t bounce) {
+             const EngineSettings settings{backend, depth, block, threads, bounce};
              return std::shared_ptr<Engine>(new Engine(settings), DeleteWithoutGil{});
            }),
-           "backend"_a, "depth"_a, "block"_a, "threads"_a, "slots"_a, "slot"_a)
+           "backend"_a, "depth"_a, "block"_a, "threads"_a, "bounce"_a)
       .def(
           "submit",
           [](Engine& engine, bool writes, std::shared_ptr<File> file, uintptr_t address, size_t nbytes,

@@ -21,10 +21,10 @@ constexpr size_t kBytesPerRound = 1 << 20;
 Worker::Worker(Engine& engine, std::unique_ptr<Backend> backend)
     : engine_(engine),
       backend_(std::move(backend)),
-      slots_(engine.settings().slots, engine.settings().slot),
+      bounce_pool_(engine.settings().bounce),
       // Beside those with the drive, every slot may hold a piece that waits to be copied or started, and every
       // direct read may wait for its checksum while its successor is with the drive.
-      operations_(2 * engine.settings().depth + engine.settings().slots) {
+      operations_(2 * engine.settings().depth + bounce_pool_.most_slots()) {
   for (uint32_t token = static_cast<uint32_t>(operations_.size()); token-- > 0;) free_.push_back(token);
   try {
     thread_ = std::thread([this] { run(); });
@@ -62,17 +62,21 @@ void Worker::reap() {
 }
 
 bool Worker::may_start(const Operation& operation) const {
-  return operation.piece.route != Route::bounced || bounced_in_flight_ < slots_.in_flight_limit();
+  return operation.piece.route != Route::bounced || drive_takes_bounced(operation.piece.nbytes);
+}
+
+bool Worker::drive_takes_bounced(size_t nbytes) const {
+  return bounced_in_flight_ == 0 || bounced_in_flight_ + nbytes <= bounce_pool_.in_flight_limit();
 }
 
 bool Worker::can_start_now(Direction direction, const Piece& piece) const {
   if (!has_room()) return false;
   if (piece.route != Route::bounced) return true;
-  return direction == Direction::read && slots_.has_free() && bounced_in_flight_ < slots_.in_flight_limit();
+  return direction == Direction::read && bounce_pool_.has_room(piece.nbytes) && drive_takes_bounced(piece.nbytes);
 }
 
 bool Worker::can_fill_now(Direction direction, const Piece& piece) const {
-  return direction == Direction::write && piece.route == Route::bounced && slots_.has_free() && !free_.empty();
+  return direction == Direction::write && piece.route == Route::bounced && bounce_pool_.has_room(piece.nbytes) && !free_.empty();
 }
 
 void Worker::refill() {
@@ -102,7 +106,7 @@ std::optional<uint32_t> Worker::new_operation(Engine::Cut cut) {
   operation.request = std::move(cut.request);
   operation.piece = cut.piece;
   if (cut.piece.route == Route::bounced) {
-    operation.slot = slots_.take();
+    operation.slot = bounce_pool_.take(cut.piece.nbytes);
     if (!operation.slot) {
       abandon(token, ENOMEM, "there is no memory for bounce buffers; an aligned array needs none");
       return std::nullopt;
@@ -130,7 +134,7 @@ bool Worker::start(uint32_t token) {
   Operation& operation = operations_[token];
   operation.started = std::chrono::steady_clock::now();
   ++with_backend_;
-  if (operation.slot) ++bounced_in_flight_;
+  if (operation.slot) bounced_in_flight_ += operation.piece.nbytes;
   engine_.counters_.pieces.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -138,7 +142,7 @@ bool Worker::start(uint32_t token) {
 void Worker::settle(const Outcome& outcome, std::chrono::steady_clock::time_point now) {
   Operation& operation = operations_[outcome.token];
   --with_backend_;
-  if (operation.slot) --bounced_in_flight_;
+  if (operation.slot) bounced_in_flight_ -= operation.piece.nbytes;
   const Direction direction = operation.request->transfer.direction;
   auto& latencies = direction == Direction::read ? engine_.read_latencies_ : engine_.write_latencies_;
   latencies.add(static_cast<uint64_t>(std::chrono::nanoseconds(now - operation.started).count()));
@@ -220,10 +224,11 @@ bool Worker::fill_a_slot() {
 }
 
 void Worker::copy(Operation& operation, std::byte* to, const std::byte* from) {
+  const Target target = to == operation.slot ? Target::slot : Target::memory;
   if (operation.request->checksum) {
-    operation.raw_crc = copy_block_and_sum(to, from, operation.piece.useful);
+    operation.raw_crc = copy_block_and_sum(to, from, operation.piece.useful, target);
   } else {
-    copy_block(to, from, operation.piece.useful);
+    copy_block(to, from, operation.piece.useful, target);
   }
 }
 
@@ -248,7 +253,7 @@ void Worker::abandon(uint32_t token, int code, const char* note) {
 
 void Worker::retire(uint32_t token, bool last) {
   Operation& operation = operations_[token];
-  if (operation.slot) slots_.give_back(operation.slot);
+  if (operation.slot) bounce_pool_.give_back(operation.slot, operation.piece.nbytes);
   const std::shared_ptr<Request> request = std::move(operation.request);
   // Closed, if this was its last user, before anyone hears that the request has ended.
   operation.file.reset();

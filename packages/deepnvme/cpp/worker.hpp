@@ -50,6 +50,7 @@ class Worker {
 
   bool has_room() const { return with_backend_ < engine_.settings().depth && !free_.empty(); }
   bool may_start(const Operation& operation) const;
+  bool drive_takes_bounced(size_t nbytes) const;
   bool can_start_now(Direction direction, const Piece& piece) const;
   bool can_fill_now(Direction direction, const Piece& piece) const;
 
@@ -68,7 +69,7 @@ class Worker {
 
   Engine& engine_;
   std::unique_ptr<Backend> backend_;
-  BouncePool slots_;
+  BouncePool bounce_pool_;
   std::vector<Operation> operations_;
   std::vector<uint32_t> free_;    // unused operations
   std::deque<uint32_t> to_start_;  // ready: filled slots, short ones to be continued, and what met a busy backend
@@ -76,7 +77,7 @@ class Worker {
   std::deque<uint32_t> arrived_;   // reads whose bytes are still to be copied or summed up
   std::vector<Outcome> outcomes_;
   size_t with_backend_ = 0;
-  size_t bounced_in_flight_ = 0;
+  size_t bounced_in_flight_ = 0;  // bytes
   std::thread thread_;  // last: it uses all of the above
 };
 

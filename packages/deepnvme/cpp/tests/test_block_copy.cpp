@@ -16,12 +16,13 @@ int main() {
   for (size_t nbytes : {0, 1, 63, 64, 65, 4096, 16'384, 65'535, 65'536, 65'537, 131'072, 262'147}) {
     for (size_t shift_from : {0, 1, 16, 40}) {
       for (size_t shift_to : {1, 8, 64, 129}) {
-        for (bool sum : {false, true}) {
+        for (bool sum : {false, true}) for (Target target : {Target::slot, Target::memory}) {
           std::fill(to.begin(), to.end(), std::byte{0xA5});
           if (sum) {
-            CHECK(copy_block_and_sum(&to[shift_to], &from[shift_from], nbytes) == crc32c_raw(0, &from[shift_from], nbytes));
+            CHECK(copy_block_and_sum(&to[shift_to], &from[shift_from], nbytes, target) ==
+                  crc32c_raw(0, &from[shift_from], nbytes));
           } else {
-            copy_block(&to[shift_to], &from[shift_from], nbytes);
+            copy_block(&to[shift_to], &from[shift_from], nbytes, target);
           }
           CHECK(std::equal(&from[shift_from], &from[shift_from] + nbytes, &to[shift_to]));
           const auto untouched = [](std::byte b) { return b == std::byte{0xA5}; };

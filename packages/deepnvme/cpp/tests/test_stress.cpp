@@ -78,7 +78,7 @@ void work(Engine& engine, const std::shared_ptr<File>& file, unsigned seed) {
 
 void stress(const std::string& backend, const std::string& directory, bool direct, unsigned rings) {
   const auto file = open_file(directory + "/stress-" + backend, direct);
-  Engine engine({backend, 3, 64 << 10, rings, 2, 64 << 10});
+  Engine engine({backend, 3, 64 << 10, rings, 128 << 10});
   std::vector<std::thread> threads;
   for (unsigned i = 0; i < 6; ++i) threads.emplace_back(work, std::ref(engine), std::cref(file), i);
   std::thread sweeper([&engine] {

@@ -26,12 +26,11 @@ from .statistics import Statistics
 
 _MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
 _MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
-_BOUNCE_SLOT = 1 << 20
 # Enough blocks in flight, and large enough ones, to fill the drives that were measured; see benchmarks/.
 _DEFAULT_DEPTH = 32
 _DEFAULT_BLOCK = 1 << 20
 _DEFAULT_THREADS = 8
-_DEFAULT_BOUNCE_BUFFERS = 48  # three quarters may be with the drive: as many as the queue takes
+_DEFAULT_BOUNCE_BUFFERS = 6  # enough for the drive, few enough to stay in the cache, where copying costs half
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -46,7 +45,7 @@ class Engine:
     queue_depth: I/Os with the drive at once.
     block_size: the largest of them; a larger transfer is cut.
     threads: of the threads backend; rings of the others, one is enough unless a single core cannot fill the drive.
-    bounce_buffers: blocks of 1 MiB through which misaligned transfers pass.
+    bounce_buffers: MiB of memory through which misaligned transfers pass, for each ring.
         These four are, where None, what `deepnvme-bench tune` found for the drive of the first file, else a default.
     direct: True: O_DIRECT or an error; False: page cache; "auto": O_DIRECT where the filesystem has it. For files
         that are given as paths; a File has its own.
@@ -256,7 +255,7 @@ class Engine:
         for name in names if wanted == "auto" else [wanted]:
             count = _check_count("threads", _first(threads, _DEFAULT_THREADS if name == "threads" else 1), 256)
             try:
-                core = _core.Engine(name, self.queue_depth, self.block_size, count, self.bounce_buffers, _BOUNCE_SLOT)
+                core = _core.Engine(name, self.queue_depth, self.block_size, count, self.bounce_buffers << 20)
             except OSError as e:
                 refusals.append(OSError(e.errno, f"backend {name!r} cannot run here: {e.strerror}"))
             else:
