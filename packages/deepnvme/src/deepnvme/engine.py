@@ -28,7 +28,7 @@ _MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
 _MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
 # Enough blocks in flight, and large enough ones, to fill the drives that were measured; see benchmarks/.
 _DEFAULT_DEPTH = 32
-_DEFAULT_BLOCK = 1 << 20
+_DEFAULT_BLOCK = 2 << 20
 _DEFAULT_THREADS = 8
 _DEFAULT_BOUNCE_BUFFERS = 6  # enough for the drive, few enough to stay in the cache, where copying costs half
 
