@@ -8,9 +8,9 @@
  *   does it all (by a third for the split master with AVX2: the registers suffice), and the formats need not
  *   be multiplied out.
  * - Each stream is prefetched a fixed distance ahead, strip by strip between the arithmetic: all of a tile's lines
- *   asked for at once would wait for one another. The distance is each instruction set's own, by measurement on a
- *   processor that has no better one: 1.25 KiB with AVX-512 (Zen 5; 4 KiB loses 5-8 %), 512 bytes with AVX2 (Zen 3;
- *   1.25 KiB loses 5-10 % with two threads).
+ *   asked for at once would wait for one another. Strip and distance are by measurement. On a Zen 3 with AVX2 512 bytes
+ *   and 32 elements make 1.01 of a plain loop's speed with two threads, where 1.25 KiB and 64 make 0.83-0.96. On a
+ *   Zen 5 with AVX-512 those are the better ones, and isa_avx512.c has them.
  * - `param_out` is written around the cache, since nothing in this pass reads it: saves fetching the line
  *   first. Parameters and moments were just read and are in the cache: ordinary stores are faster for them.
  *
@@ -29,12 +29,12 @@
 #include "streaming.h"
 
 #ifndef PREFETCH_BYTES
-#define PREFETCH_BYTES 1280 /* ahead of the strip at hand */
+#define PREFETCH_BYTES 512 /* ahead of the strip at hand */
+#define STRIP 32           /* elements: whole cache lines of every format */
 #endif
 
 enum {
     TILE = 256,             /* elements */
-    STRIP = 64,             /* elements: whole cache lines of every format */
     CACHE_LINE = 64,
 };
 
