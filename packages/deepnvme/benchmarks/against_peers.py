@@ -3,9 +3,9 @@
     DS_ACCELERATOR=cpu GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/against_peers.py DIR [--gib 1]
 
 One file is read and overwritten whole by each in turn, round by round; a ratio is to the default engine's rate in the
-same round, so 1.0 is ours. DeepSpeed runs with its locked tensor and hand-tuned settings, with its defaults, and with an
-ordinary tensor; ours with an aligned buffer and with an ordinary tensor. The tunable gives DeepSpeed's memory the huge
-pages that our buffers ask for by themselves. deepspeed builds its operator at its first use, which takes minutes.
+same round, so 1.0 is ours. DeepSpeed runs with its locked tensor and hand-tuned settings, with its defaults, and with
+an ordinary tensor; ours with an aligned buffer and with an ordinary tensor. The tunable gives DeepSpeed's memory the
+huge pages that our buffers ask for by themselves. deepspeed builds its operator at its first use, which takes minutes.
 """
 
 from __future__ import annotations

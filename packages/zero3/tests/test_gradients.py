@@ -500,3 +500,20 @@ def test_sparse_gradients_are_refused():
     _, model = pair(Sparse, store=DistantStore())
     with pytest.raises(zero3.UnsupportedError, match=r"embedding\.weight.*sparse=False"):
         model.loss(model.data(0)).backward()
+
+
+def test_a_gradient_that_is_kept_past_zero_grad_stays_and_others_give_their_memory_on():
+    model = zero3.shard(Perceptron(), store=DistantStore(), unit_size=1)
+
+    def step(number):
+        model.loss(model.data(number)).backward()
+        return [param.grad for param in model.parameters()]
+
+    kept = step(0)
+    values = [grad.clone() for grad in kept]
+    model.zero_grad()
+    addresses = {grad.data_ptr() for grad in step(1)}
+    assert_same(dict(enumerate(kept)), dict(enumerate(values)))
+    assert addresses.isdisjoint(grad.data_ptr() for grad in kept)
+    model.zero_grad()
+    assert addresses == {grad.data_ptr() for grad in step(2)}

@@ -34,7 +34,7 @@ def trained(rank, world):
     for step in range(2):
         model.loss(parts(model.data(step), world)[rank]).backward()
         opt.step()
-        gradients = sum(unit_gradient.nbytes for unit_gradient in store._gradients.values())
+        gradients = store._gradient_pool.nbytes
         opt.zero_grad()
     shards = sum(shard.nbytes for shard in store._shards.values())
     moments = sum(v.nbytes for state in opt.state.values() for v in state.values() if v.ndim)

@@ -164,8 +164,8 @@ def all_reduce_mean(ranks: Ranks, flat: Tensor, what: str) -> Wait:
 
 
 def _mean(parts: list[Tensor]) -> Tensor:
-    wide = parts[0].dtype if parts[0].dtype.itemsize >= 4 else torch.float32
-    total = parts[0].to(wide, copy=True)
+    """Overwrites the first part, unless that is too narrow to add up in."""
+    total = parts[0] if parts[0].dtype.itemsize >= 4 else parts[0].to(torch.float32)
     for part in parts[1:]:
         total.add_(part)
     return total.div_(len(parts))

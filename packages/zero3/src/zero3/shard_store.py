@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .buffer_pool import BufferPool, allocate_on
+from .buffer_pool import BufferPool, PooledBuffer, allocate_on
 from .unit import Unit
 
 
@@ -96,8 +96,9 @@ class InMemoryStore:
     def __init__(self, device: torch.device):
         self._device = device
         self.pool = BufferPool(allocate_on(device))
+        self._gradient_pool = BufferPool(allocate_on(device))  # a step's gradients lie where the last one's lay
         self._shards: dict[Unit, Tensor] = {}  # master dtype
-        self._gradients: dict[Unit, Tensor] = {}  # master dtype
+        self._gradients: dict[Unit, tuple[Tensor, PooledBuffer]] = {}  # master dtype
         self._full_gradients: dict[Unit, Tensor] = {}
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
@@ -105,7 +106,7 @@ class InMemoryStore:
 
     def forget(self, unit: Unit) -> None:
         self._shards.pop(unit, None)
-        self._gradients.pop(unit, None)
+        self.drop_gradient(unit)
         self._full_gradients.pop(unit, None)
 
     def resident(self, unit: Unit) -> Tensor | None:
@@ -128,21 +129,25 @@ class InMemoryStore:
         return self._shards[unit]
 
     def gradient_arrived(self, unit: Unit, shard: Tensor) -> None:
-        present = self._gradients.get(unit)
-        if present is None:
-            same = shard.dtype == unit.master_dtype
-            self._gradients[unit] = shard.clone() if same else shard.to(unit.master_dtype)
-        else:
+        present = self.gradient(unit)
+        if present is not None:
             present.add_(shard)
+            return
+        buffer = self._gradient_pool.take(shard.numel() * unit.master_dtype.itemsize, unit.name)
+        self._gradients[unit] = buffer.flat(shard.numel(), unit.master_dtype).copy_(shard), buffer
 
     def gradient(self, unit: Unit) -> Tensor | None:
-        return self._gradients.get(unit)
+        return self._gradients[unit][0] if unit in self._gradients else None
 
     def check_gradient(self, unit: Unit) -> None:
         """Nothing is used up."""
 
     def drop_gradient(self, unit: Unit) -> None:
-        self._gradients.pop(unit, None)
+        if unit in self._gradients:
+            # Whoever holds a view of it keeps it: the pool asks for that.
+            _, buffer = self._gradients.pop(unit)
+            del _
+            self._gradient_pool.give_back(buffer)
 
     def keep_full_gradient(self, unit: Unit, flat: Tensor) -> None:
         self._full_gradients[unit] = flat
