@@ -8,18 +8,23 @@ limit of a step is the sum over forward, backward and update of the larger of tw
 in memory, and its bytes (the kernel's count) over what fio moves at the phase's mix of reads and writes (as much as
 there are of both at fio's rate for half and half, the rest at its rate for one alone). `of_limit` is the step over that
 limit, `of_memory` the step over the same step in memory: what offloading costs when computation hides it.
+
+That limit takes for granted that neither slows the other. On a virtual machine whose host copies every byte of the
+drive on the same cores and memory, they do: `together` is what is left of the speed of computation and of drive while
+fio moves half and half beside the steps in memory, `of_limit_together` the step over the limit at those speeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from record import put
 from trainee import OVERLAPS, PHASES, Step, Trainee
 
 import zinf
@@ -48,6 +53,26 @@ def drive_seconds(moved: dict[str, float], rates: dict[str, float]) -> float:
     return 2 * both / rates["mixed"] + alone
 
 
+def speeds_together(trainee: Trainee, directory: str, mixed: float) -> dict[str, float]:
+    """What is left of the speed of computation and of drive (`mixed` bytes a second alone) when both run."""
+    trainee.step()
+    alone = statistics.median(trainee.step().seconds for _ in range(3))
+    with Workspace(directory, _FILE) as space, ThreadPoolExecutor(1) as beside:
+        found = beside.submit(fio.measure, space, Point("mixed", "io_uring", _BLOCK, _DEPTH), 6 * alone)
+        seconds = []
+        while not found.done():
+            seconds.append(trainee.step().seconds)
+        rate = found.result()["gigabytes_per_second"] * 1e9
+    # The last of them went on when fio had ended.
+    return {"computation": alone / statistics.median(seconds[:-1] or seconds), "drive": rate / mixed}
+
+
+def seconds_together(compute: float, drive: float, speeds: dict[str, float]) -> float:
+    """The least time for what takes so long alone, when each slows the other while both run."""
+    both = min(compute / speeds["computation"], drive / speeds["drive"])
+    return both + max(compute - both * speeds["computation"], drive - both * speeds["drive"])
+
+
 def medians(steps: list[Step]) -> dict[str, Any]:
     return {
         "seconds": statistics.median(step.seconds for step in steps),
@@ -59,15 +84,19 @@ def medians(steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def compare(memory: dict[str, Any], steps: list[Step], rates: dict[str, float], numel: int) -> dict[str, Any]:
+def compare(
+    memory: dict[str, Any], steps: list[Step], rates: dict[str, float], speeds: dict[str, float], numel: int
+) -> dict[str, Any]:
     """A mode's medians beside the limit."""
     found = medians(steps)
     drive = {name: drive_seconds(found["moved"][name], rates) for name in PHASES}
     limit = sum(max(memory["phases"][name], drive[name]) for name in PHASES)
+    together = sum(seconds_together(memory["phases"][name], drive[name], speeds) for name in PHASES)
     return {
         "seconds": {"median": found["seconds"], "all": [step.seconds for step in steps], "phases": found["phases"]},
-        "limit": {"seconds": limit, "drive": drive},
+        "limit": {"seconds": limit, "seconds_together": together, "drive": drive},
         "of_limit": found["seconds"] / limit,
+        "of_limit_together": found["seconds"] / together,
         "of_memory": found["seconds"] / memory["seconds"],
         "drive_share_of_compute": sum(drive.values()) / memory["seconds"],
         "stall_share": statistics.median(step.report["seconds"]["stall"] / step.seconds for step in steps),
@@ -93,7 +122,9 @@ def main() -> None:
     sizes = {"model": given.model, "batch": given.batch, "seq": given.seq}
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="against-limit-") as drive:
         rates = drive_rates(drive)
-        trainees = {"memory": Trainee(zinf.Config.preset("zero3", overlap_optimizer=False), **sizes)}
+        in_memory = zinf.Config.preset("zero3", overlap_optimizer=False)
+        speeds = speeds_together(Trainee(in_memory, **sizes), drive, rates["mixed"])
+        trainees = {"memory": Trainee(in_memory, **sizes)}
         for mode in given.modes:
             config = zinf.Config.preset(
                 "inf-nvme", nvme=[drive], resident=0, checksum=given.checksum,
@@ -110,14 +141,12 @@ def main() -> None:
         "settings": {key: value for key, value in vars(given).items() if key not in ("json", "nvme")},
         "parameters": numel,
         "fio_bytes_per_second": rates,
+        "together": speeds,
         "same_losses": len({tuple(step.loss for step in of_one) for of_one in taken.values()}) == 1,
         "memory": {"seconds": memory["seconds"], "phases": memory["phases"]},
-        "modes": {mode: compare(memory, steps[mode], rates, numel) for mode in given.modes},
+        "modes": {mode: compare(memory, steps[mode], rates, speeds, numel) for mode in given.modes},
     }
-    text = json.dumps(record, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n", encoding="utf-8")
+    put(record, given.json)
 
 
 if __name__ == "__main__":

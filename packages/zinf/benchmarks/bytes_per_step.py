@@ -9,7 +9,6 @@ miss what the cache served). The time of a step stands beside the longest of its
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import put
 from trainee import Trainee, kernel_bytes
 
 import zinf
@@ -90,10 +90,7 @@ def main() -> None:
         },
         "runs": runs,
     }
-    text = json.dumps(record, indent=2)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    put(record, arguments.json)
 
 
 if __name__ == "__main__":

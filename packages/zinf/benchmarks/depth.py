@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import put
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -89,10 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="depth-") as drive:
         rows = [in_a_process_of_its_own(given, layers, drive) for layers in given.layers]
     settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme", "inside")}
-    text = json.dumps({"settings": settings, "depths": rows, "fit": line(rows)}, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n", encoding="utf-8")
+    put({"settings": settings, "depths": rows, "fit": line(rows)}, given.json)
 
 
 if __name__ == "__main__":

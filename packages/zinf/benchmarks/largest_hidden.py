@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import os
 import platform
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import put
 from torch import nn
 
 import zinf
@@ -42,10 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if not options.preloaded:
         return run_preloaded(sys.argv[1:] if argv is None else argv)
     record = measure(options.contiguous, options.tiles)
-    text = json.dumps(record, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    put(record, options.json)
     return 0
 
 

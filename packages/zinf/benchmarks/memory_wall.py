@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_cgroup import file_pages, run_inside
+from record import put
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -117,10 +118,7 @@ def main() -> None:
         train(given)
         return
     record = measure(given)
-    text = json.dumps(record, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text)
+    put(record, given.json)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ batch computes little for the bytes it needs, so waiting for the drive shows; a 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from record import put
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -64,10 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="prefetch-gain-") as drive:
         rows = [gain(drive, batch, given) for batch in given.batches]
     settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme")}
-    text = json.dumps({"settings": settings, "batches": rows}, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n", encoding="utf-8")
+    put({"settings": settings, "batches": rows}, given.json)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from record import put
 from torch import nn
 
 import zinf
@@ -104,10 +105,7 @@ def main() -> None:
         record = measure(folder, arguments.parameters, arguments.repeats, arguments.fio_seconds)
     finally:
         shutil.rmtree(folder)
-    text = json.dumps(record, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text)
+    put(record, arguments.json)
 
 
 if __name__ == "__main__":
