@@ -1,0 +1,79 @@
+"""What activation checkpoints off the device cost by hidden size, as the paper's Figure 6e: steps over steps on device.
+
+    python packages/zinf/benchmarks/activation_tiers.py --nvme DIR [--hidden 256 512 1024 2048] [--layers 5]
+        [--batch 4] [--seq 128] [--rounds 5] [--json F]
+
+Parameters and optimizer states stay in memory; every block is checkpointed, and its input lies on the device, in host
+memory or on the drive. The three alternate, and a ratio is the median over rounds. A checkpoint grows with the hidden
+size, the computation that hides its transfer with the square of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record import put
+from trainee import Step, Trainee
+
+import zinf
+
+TIERS = ("device", "cpu", "nvme")
+
+
+def cost(drive: str, hidden: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Of one hidden size: each tier's seconds, and its ratio to the device's in the same round."""
+    model = f"gpt:layers={given.layers},hidden={hidden},heads={max(1, hidden // 64)}"
+    trainees = {
+        tier: Trainee(
+            zinf.Config.preset("zero3", nvme=[drive], activations=tier), model=model, batch=given.batch, seq=given.seq
+        )
+        for tier in TIERS
+    }
+    taken: dict[str, list[Step]] = {tier: [] for tier in TIERS}
+    for number in range(1 + given.rounds):
+        for tier, trainee in trainees.items():
+            step = trainee.step()
+            if number:
+                taken[tier].append(step)
+    ratios = {
+        tier: [step.seconds / device.seconds for step, device in zip(steps, taken["device"], strict=True)]
+        for tier, steps in taken.items()
+    }
+    return {
+        "hidden": hidden,
+        "parameters": trainees["device"].sizes.numel,
+        "same_losses": len({tuple(step.loss for step in steps) for steps in taken.values()}) == 1,
+        "seconds": {tier: statistics.median(step.seconds for step in steps) for tier, steps in taken.items()},
+        "slowdown": {
+            tier: {"median": statistics.median(of_one), "least": min(of_one), "most": max(of_one)}
+            for tier, of_one in ratios.items()
+        },
+        "moved_by_nvme": {
+            way: statistics.median(sum(phase[way] for phase in step.moved.values()) for step in taken["nvme"])
+            for way in ("read", "written")
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", required=True, help="a directory of the drive")
+    parser.add_argument("--hidden", nargs="+", type=int, default=[256, 512, 1024, 2048])
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.nvme, prefix="activation-tiers-") as drive:
+        rows = [cost(drive, hidden, given) for hidden in given.hidden]
+    settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme")}
+    put({"settings": settings, "rows": rows}, given.json)
+
+
+if __name__ == "__main__":
+    main()
