@@ -24,6 +24,22 @@ def test_from_the_second_step_on_prefetches_hit(nvme, overlap):
             assert counts["hits"] > 0
 
 
+@pytest.mark.parametrize("activations", ["device", "cpu", "nvme"])
+def test_blocks_that_run_again_in_backward_come_ahead_too(nvme, activations):
+    """Each block is one unit, whose hooks lie outside of its checkpoint."""
+    cfg = config(nvme, activations=activations, unit_size="5KiB", device_memory="56KiB")
+    model, optimizer = offloaded(cfg, layers=8)
+    names = [unit.name for unit in zero3.units(model)]
+    assert all(f"blocks.{i}" in names for i in range(8)), names
+    for step in range(4):
+        zinf.report(model)
+        train(model, optimizer, [step])
+        counts = zinf.report(model)["prefetch"]
+        if step >= 1:  # every use is seen, and all but the very first come ahead
+            assert counts["misses"] <= 1
+            assert counts["hits"] >= 2 * 8
+
+
 def test_without_prefetch_nothing_comes_ahead(nvme):
     model, optimizer = offloaded(config(nvme, prefetch=False))
     train(model, optimizer, 2)

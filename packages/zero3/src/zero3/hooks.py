@@ -15,7 +15,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -128,6 +129,13 @@ class _Forward:
         running.held = self._units
         model.hold(self._units)
 
+    def again(self) -> None:
+        """As `before`, in a checkpoint's recomputation: the checkpoint's saved-tensor hooks must stay on top."""
+        running = _Running(self, self._model)
+        _running.append(running)
+        running.held = self._units
+        self._model.hold(self._units)
+
     def after(self, module: nn.Module, args, output) -> None:
         if _running and _running[-1].hook is not self:
             end_interrupted()  # the interrupt was caught by the forward that ends now
@@ -136,6 +144,20 @@ class _Forward:
         _end([_running.pop()])
         if not torch.is_grad_enabled() and not runs(self._model):
             self._model.forget_noticed()
+
+
+@contextmanager
+def running_again(module: nn.Module) -> Iterator[None]:
+    """What `module`'s hooks enclose runs again by itself, in a checkpoint inside its forward: its units are held."""
+    own = [hook.func.__self__ for hook in module._forward_pre_hooks.values() if isinstance(hook, OwnHook)]  # type: ignore[attr-defined]
+    forwards = [one for one in own if isinstance(one, _Forward)]
+    try:
+        for forward in forwards:
+            forward.again()
+        yield
+    finally:
+        for forward in reversed(forwards):
+            forward.after(module, (), None)
 
 
 def install(model: PartitionedModel, module: nn.Module, hosts: dict[nn.Module, list[Unit]]) -> None:

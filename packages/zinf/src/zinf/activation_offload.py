@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from zero3.hooks import running_model
+from zero3.hooks import running_again, running_model
 from zero3.partitioned_model import PartitionedModel
 from zero3.saved_views import SavedView
 
@@ -70,7 +70,15 @@ def checkpoint_blocks(module: nn.Module) -> None:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1:
             for block in child:
                 # The module's hooks (gather, release) stay outside; only what they enclose runs again.
-                block.forward = functools.partial(checkpoint, block.forward)
+                block.forward = functools.partial(checkpoint, functools.partial(_run, block, block.forward))
+
+
+def _run(block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The block's forward. Where it runs again its hooks do not come by themselves."""
+    if torch._C._current_graph_task_id() == -1:
+        return forward(*args, **kwargs)
+    with running_again(block):
+        return forward(*args, **kwargs)
 
 
 @contextmanager
