@@ -6,8 +6,8 @@
 
 namespace deepnvme {
 
-// Where a copy goes decides how it is stored. A slot of the small pool lies in the cache and is read from there at once;
-// memory does not and mostly is not: there an ordinary store would fetch each line only to overwrite it.
+// Where a copy goes decides how it is stored. A slot of the small pool lies in the cache and is read from there at
+// once; memory does not and mostly is not: there an ordinary store would fetch each line only to overwrite it.
 enum class Target { slot, memory };
 
 void copy_block(std::byte* to, const std::byte* from, size_t nbytes, Target target);

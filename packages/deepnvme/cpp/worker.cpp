@@ -76,7 +76,8 @@ bool Worker::can_start_now(Direction direction, const Piece& piece) const {
 }
 
 bool Worker::can_fill_now(Direction direction, const Piece& piece) const {
-  return direction == Direction::write && piece.route == Route::bounced && bounce_pool_.has_room(piece.nbytes) && !free_.empty();
+  return direction == Direction::write && piece.route == Route::bounced && bounce_pool_.has_room(piece.nbytes) &&
+         !free_.empty();
 }
 
 void Worker::refill() {
