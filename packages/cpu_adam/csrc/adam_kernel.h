@@ -9,8 +9,8 @@
  *   be multiplied out.
  * - Each stream is prefetched a fixed distance ahead, strip by strip between the arithmetic: all of a tile's lines
  *   asked for at once would wait for one another. Strip and distance are by measurement. On a Zen 3 with AVX2 512 bytes
- *   and 32 elements make 1.01 of a plain loop's speed with two threads, where 1.25 KiB and 64 make 0.83-0.96. On a
- *   Zen 5 with AVX-512 those are the better ones, and isa_avx512.c has them.
+ *   and 32 elements make 1.00 of a plain loop's speed with two threads, where 1.25 KiB and 64 make 0.83-0.96. On a
+ *   Zen 5 with AVX-512 those are the better ones, and isa_avx512.c has them. On ARM neither was measured.
  * - `param_out` is written around the cache, since nothing in this pass reads it: saves fetching the line
  *   first. Parameters and moments were just read and are in the cache: ordinary stores are faster for them.
  *

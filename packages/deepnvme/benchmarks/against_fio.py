@@ -11,24 +11,17 @@ a crc32c on the way. 1.0 is fio's rate.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import statistics
 import sys
 import time
 
 import numpy as np
+from figures import put, rate_and_cpu, spread
 
 import deepnvme
 from deepnvme.bench import fio
 from deepnvme.bench.sweep import Point, Workspace
 
 FIO_SETTINGS = [(1 << 20, 32), (4 << 20, 16)]  # block, depth: the best of fio's own sweep
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def misaligned(nbytes: int) -> np.ndarray:
@@ -43,14 +36,17 @@ def ours(space: Workspace, array: np.ndarray, op: str, seconds: float, checksum:
     """(GB/s, CPU s/GB) of whole passes over the file for at least so many seconds."""
     with deepnvme.Engine() as io, deepnvme.File(space.path, "r+") as file:
         io.read(file, array[:4096]).wait()
-        cpu, started, moved = cpu_seconds(), time.perf_counter(), 0
-        while time.perf_counter() - started < seconds:
-            for offset in range(0, space.size, array.nbytes):
-                io._submit(op == "write", file, array, offset, checksum)
-                moved += array.nbytes
-            io.flush()
-        elapsed = time.perf_counter() - started
-        return moved / 1e9 / elapsed, (cpu_seconds() - cpu) / (moved / 1e9)
+
+        def passes() -> int:
+            moved, end = 0, time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                for offset in range(0, space.size, array.nbytes):
+                    io._submit(op == "write", file, array, offset, checksum)
+                    moved += array.nbytes
+                io.flush()
+            return moved
+
+        return rate_and_cpu(passes)
 
 
 def small_requests(space: Workspace, array: np.ndarray, op: str, count: int, nbytes: int, depth: int) -> float:
@@ -63,10 +59,6 @@ def small_requests(space: Workspace, array: np.ndarray, op: str, count: int, nby
             io._submit(op == "write", file, part, where)
         io.flush()
         return count * nbytes / 1e9 / (time.perf_counter() - started)
-
-
-def ratio(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def main() -> None:
@@ -98,12 +90,12 @@ def main() -> None:
                     found[name]["rate"].append(rate)
                     found[name]["cpu"].append(cpu)
             result["sequential"][op] = {
-                "fio_gigabytes_per_second": ratio(fio_rates),
+                "fio_gigabytes_per_second": spread(fio_rates),
                 **{
                     name: {
-                        "of_fio": ratio(f["ratio"]),
-                        "gigabytes_per_second": ratio(f["rate"]),
-                        "cpu_seconds_per_gigabyte": ratio(f["cpu"]),
+                        "of_fio": spread(f["ratio"]),
+                        "gigabytes_per_second": spread(f["rate"]),
+                        "cpu_seconds_per_gigabyte": spread(f["cpu"]),
                     }
                     for name, f in found.items()
                 },
@@ -114,12 +106,8 @@ def main() -> None:
                 for _ in range(given.pairs):
                     peer = fio.measure(space, Point(op, "io_uring", nbytes, 64), 1)["gigabytes_per_second"]
                     pairs.append(small_requests(space, huge, op, count, nbytes, 64) / peer)
-                result["small"][f"{count} x {nbytes} {op}, of fio at depth 64"] = ratio(pairs)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if given.json:
-        with open(given.json, "w") as f:
-            f.write(text)
+                result["small"][f"{count} x {nbytes} {op}, of fio at depth 64"] = spread(pairs)
+    put(result, given.json)
 
 
 if __name__ == "__main__":

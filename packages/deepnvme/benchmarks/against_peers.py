@@ -11,26 +11,25 @@ huge pages that our buffers ask for by themselves. deepspeed builds its operator
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import random
-import resource
-import statistics
-import time
+import sys
 from collections.abc import Callable
 
 import numpy as np
+from figures import put, rate_and_cpu, spread
 
 import deepnvme
 from deepnvme.bench.sweep import Workspace
 
-Move = Callable[[str], None]  # op -> the whole file moved
+Move = Callable[[str], int]  # op -> bytes, of the whole file
 
 
 def of_engine(space: Workspace, array: np.ndarray, backend: str) -> Move:
     io, file = deepnvme.Engine(backend), deepnvme.File(space.path, "r+")
 
-    def move(op: str) -> None:
-        getattr(io, op)(file, array).wait()
+    def move(op: str) -> int:
+        return getattr(io, op)(file, array).wait()
 
     return move
 
@@ -46,10 +45,11 @@ def of_deepspeed(space: Workspace, block: int, depth: int, threads: int, locked:
     tensor.fill_(1)
     path = str(space.path)
 
-    def move(op: str) -> None:
+    def move(op: str) -> int:
         start = handle.async_pread if op == "read" else handle.async_pwrite
         if start(tensor, path, 0) != 0 or handle.wait() != 1:
             raise OSError(f"DeepSpeed could not {op}")
+        return space.size
 
     return move
 
@@ -58,28 +58,16 @@ def contestants(space: Workspace) -> dict[str, Move]:
     aligned = deepnvme.empty(space.size).numpy()
     aligned[:] = 1
     ordinary = np.ones(space.size, np.uint8)
-    found = {backend: of_engine(space, aligned, backend) for backend in deepnvme.backends()}
+    found = {"auto": of_engine(space, aligned, "auto")}
+    found |= {name: of_engine(space, aligned, name) for name, state in deepnvme.backends().items() if state == "ok"}
     found["ordinary tensor"] = of_engine(space, ordinary, "auto")
     try:
         found["deepspeed 8M depth 32, 2 threads"] = of_deepspeed(space, 8 << 20, 32, 2, True)
         found["deepspeed 1M depth 8, 1 thread"] = of_deepspeed(space, 1 << 20, 8, 1, True)
         found["deepspeed ordinary tensor"] = of_deepspeed(space, 8 << 20, 32, 2, False)
     except ImportError as e:
-        print(f"without DeepSpeed: {e}")
+        print(f"without DeepSpeed: {e}", file=sys.stderr)
     return found
-
-
-def measure(move: Move, op: str, nbytes: int) -> tuple[float, float]:
-    """(GB/s, CPU s/GB) of all threads of this process."""
-    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    move(op)
-    elapsed, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return nbytes / 1e9 / elapsed, cpu / (nbytes / 1e9)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def main() -> None:
@@ -92,28 +80,23 @@ def main() -> None:
     result: dict = {"settings": vars(given), "read": {}, "write": {}}
     with Workspace(given.directory, int(given.gib * (1 << 30))) as space:
         moves = contestants(space)
-        base = next(iter(moves))
         for op in ("read", "write"):
             rates: dict[str, list[float]] = {name: [] for name in moves}
             cpus: dict[str, list[float]] = {name: [] for name in moves}
             for _ in range(given.rounds):
                 for name in random.sample(list(moves), len(moves)):
-                    rate, cpu = measure(moves[name], op, space.size)
+                    rate, cpu = rate_and_cpu(functools.partial(moves[name], op))
                     rates[name].append(rate)
                     cpus[name].append(cpu)
             result[op] = {
                 name: {
-                    f"of {base}": spread([rate / ours for rate, ours in zip(rates[name], rates[base], strict=True)]),
+                    "of auto": spread([rate / ours for rate, ours in zip(rates[name], rates["auto"], strict=True)]),
                     "gigabytes_per_second": spread(rates[name]),
                     "cpu_seconds_per_gigabyte": spread(cpus[name]),
                 }
                 for name in moves
             }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if given.json:
-        with open(given.json, "w") as f:
-            f.write(text)
+    put(result, given.json)
 
 
 if __name__ == "__main__":

@@ -6,25 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import resource
+import functools
 import statistics
-import time
 
 import numpy as np
+from figures import put, rate_and_cpu
 
 import deepnvme
 
 
-def rate(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str) -> tuple[float, float]:
-    """(GB/s, CPU s/GB) of one transfer of the whole array."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    started = time.perf_counter()
-    getattr(io, op)(file, array).wait()
-    elapsed = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return array.nbytes / 1e9 / elapsed, cpu / (array.nbytes / 1e9)
+def moved(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str) -> int:
+    return getattr(io, op)(file, array).wait()
 
 
 def main() -> None:
@@ -55,9 +47,9 @@ def main() -> None:
                     if mib != 6 and "bounces" not in name:
                         continue
                     with deepnvme.Engine(bounce_buffers=mib) as io:
-                        rate(io, file, array[: 64 << 20], "read")  # the pool's first touch
+                        io.read(file, array[: 64 << 20]).wait()  # the pool's first touch
                         for op in ("read", "write"):
-                            gigabytes_per_second, cpu = rate(io, file, array, op)
+                            gigabytes_per_second, cpu = rate_and_cpu(functools.partial(moved, io, file, array, op))
                             entry = found.setdefault(f"{op}, {name}, {mib} MiB", {"rate": [], "cpu": []})
                             entry["rate"].append(gigabytes_per_second)
                             entry["cpu"].append(cpu)
@@ -68,7 +60,7 @@ def main() -> None:
         }
         for name, entry in found.items()
     }
-    print(json.dumps(report, indent=2))
+    put(report, None)
 
 
 if __name__ == "__main__":

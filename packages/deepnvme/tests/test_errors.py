@@ -245,9 +245,9 @@ def test_memory_limit(run_python, backend):
         """
         import errno, re, resource, sys, deepnvme, numpy as np
         aligned, odd = deepnvme.empty(1 << 20), np.zeros((1 << 20) + 1, np.uint8)[1:]
-        with deepnvme.Engine(sys.argv[1], bounce_buffers=48) as io:
+        with deepnvme.Engine(sys.argv[1]) as io:
             in_use = int(re.search(r"VmSize:\\s*(\\d+)", open("/proc/self/status").read())[1]) << 10
-            resource.setrlimit(resource.RLIMIT_AS, (in_use + (8 << 20), -1))
+            resource.setrlimit(resource.RLIMIT_AS, (in_use + (4 << 20), -1))
             for start in (io.write, io.read):
                 assert io.write("file", aligned).wait() == 1 << 20
                 try: start("file", odd).wait(); raise SystemExit("no error")

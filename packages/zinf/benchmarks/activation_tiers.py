@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import put
+from record import put, settings
 from trainee import Step, Trainee
 
 import zinf
@@ -71,8 +71,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="activation-tiers-") as drive:
         rows = [cost(drive, hidden, given) for hidden in given.hidden]
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme")}
-    put({"settings": settings, "rows": rows}, given.json)
+    put({"settings": settings(given), "rows": rows}, given.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from record import put
+from record import put, settings
 from trainee import OVERLAPS, PHASES, Step, Trainee
 
 import zinf
@@ -138,7 +138,7 @@ def main() -> None:
     steps = {name: of_one[1:] for name, of_one in taken.items()}
     memory, numel = medians(steps["memory"]), trainees["memory"].sizes.numel
     record = {
-        "settings": {key: value for key, value in vars(given).items() if key not in ("json", "nvme")},
+        "settings": settings(given),
         "parameters": numel,
         "fio_bytes_per_second": rates,
         "together": speeds,

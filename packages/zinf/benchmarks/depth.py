@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import put
+from record import put, settings
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -89,8 +89,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="depth-") as drive:
         rows = [in_a_process_of_its_own(given, layers, drive) for layers in given.layers]
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme", "inside")}
-    put({"settings": settings, "depths": rows, "fit": line(rows)}, given.json)
+    put({"settings": settings(given), "depths": rows, "fit": line(rows)}, given.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_cgroup import file_pages, run_inside
-from record import put
+from record import put, settings
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -70,7 +70,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in outcome.output.splitlines() if line.startswith("{")]
     steps = [line for line in lines if "step" in line]
     record = {
-        "settings": {key: value for key, value in vars(given).items() if key not in ("json", "inside", "nvme")},
+        "settings": settings(given),
         "parameters": numel,
         "states_bytes": PAPER_BYTES * numel,
         "states_over_limit": PAPER_BYTES * numel / limit,

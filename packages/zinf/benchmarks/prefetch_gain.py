@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import put
+from record import put, settings
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -63,8 +63,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="prefetch-gain-") as drive:
         rows = [gain(drive, batch, given) for batch in given.batches]
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "nvme")}
-    put({"settings": settings, "batches": rows}, given.json)
+    put({"settings": settings(given), "batches": rows}, given.json)
 
 
 if __name__ == "__main__":

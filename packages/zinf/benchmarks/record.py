@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, without where it is done and how."""
+    return {key: value for key, value in vars(given).items() if key not in ("json", "nvme", "inside")}
 
 
 def put(found: dict[str, Any], path: Path | None) -> None:

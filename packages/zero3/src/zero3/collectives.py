@@ -116,9 +116,9 @@ def reduce_scatter(
 ) -> Callable[[], Tensor]:
     """Mean over the ranks of this rank's slice of `flat` (size · n,).
 
-    `scratch(numel)` gives a flat tensor of the dtype of `flat` for what arrives. Returns a wait that yields the
-    mean (n,): in float32 where the wire carries a narrower type, summed in the order of the ranks, so that the
-    result depends on nothing but the numbers.
+    `scratch(numel)` gives a flat tensor of the dtype of `flat` for what arrives; both are overwritten. Returns a wait
+    that yields the mean (n,): in float32 where the wire carries a narrower type, summed in the order of the ranks, so
+    that the result depends on nothing but the numbers.
     """
     size, rank = ranks.size, ranks.rank
     slices = flat.view(size, -1)

@@ -145,9 +145,7 @@ class InMemoryStore:
     def drop_gradient(self, unit: Unit) -> None:
         if unit in self._gradients:
             # Whoever holds a view of it keeps it: the pool asks for that.
-            _, buffer = self._gradients.pop(unit)
-            del _
-            self._gradient_pool.give_back(buffer)
+            self._gradient_pool.give_back(self._gradients.pop(unit)[1])
 
     def keep_full_gradient(self, unit: Unit, flat: Tensor) -> None:
         self._full_gradients[unit] = flat
