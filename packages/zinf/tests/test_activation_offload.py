@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from zinf_testing import SETTINGS, config
 
+import zero3
 import zinf
 
 TIERS = ["device", "cpu", "nvme"]
@@ -114,6 +115,37 @@ def test_a_change_in_place_after_saving_is_refused(nvme, tier):
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_block_that_is_stopped_while_it_runs_again(nvme, tier, error, expected):
+    """Its unit, of which its hooks know, is held while it runs again; what comes after is as if nothing had been."""
+    stops = []
+
+    def stop(*_):
+        if stops and torch._C._current_graph_task_id() != -1:
+            raise stops.pop()
+
+    def interrupted(model):
+        if not stops and not seen:
+            seen.append(model)
+            model.blocks[1][1].register_forward_hook(stop)
+            stops.append(error("stop"))
+            torch.manual_seed(0)
+            with pytest.raises(error, match="stop"):
+                model(torch.randn(512, 64)).backward()
+            assert zero3.hooks.running_model() is None
+            assert not any(unit.holds for unit in zero3.units(model))
+            model.zero_grad()
+            torch.manual_seed(0)
+        return contextlib.nullcontext()
+
+    seen: list[nn.Module] = []
+    cfg = config(nvme, activations=tier, overlap_optimizer=False, unit_size="40KiB", device_memory="160KiB")
+    found, _ = losses(cfg, around=interrupted)
+    assert {f"blocks.{i}" for i in range(4)} <= {unit.name for unit in zero3.units(seen[0])}
+    assert found == expected
 
 
 def test_a_graph_that_is_dropped_gives_its_room_back(nvme):
