@@ -15,7 +15,8 @@
  *   first. Parameters and moments were just read and are in the cache: ordinary stores are faster for them.
  *
  * What must not happen is a fused multiply-add (-ffp-contract=off): then results are the same bits on every
- * instruction set. It would gain neither speed nor accuracy here.
+ * instruction set. It would gain no speed, and half a bit of the first moment's rounding, of which parameters show
+ * nothing.
  */
 #ifndef CPU_ADAM_KERNEL_H
 #define CPU_ADAM_KERNEL_H

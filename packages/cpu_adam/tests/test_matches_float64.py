@@ -76,11 +76,11 @@ def test_no_further_from_float64_than_torch(gradients, weight_decay):
         theirs.grad = theirs.new_tensor(grad)
         optimizer.step()
     state = optimizer.state[theirs]
-    # Where nearly all of the error is a constant's rounding that both share, 2 % is a tie. torch fuses the
-    # multiplication and addition of its first moment, which rounds once less; parameters show nothing of it.
+    # torch fuses the multiplication and addition of its first moment, which rounds once less; parameters show nothing
+    # of it. In double it would round as rarely here, and cost a thread 7-9 % of a step.
     for name, ours, other, truth, tolerance in [
-        ("param", param, theirs.detach().numpy(), exact[0], 1.02),
-        ("exp_avg", m, state["exp_avg"].numpy(), exact[1], 1.5),
+        ("param", param, theirs.detach().numpy(), exact[0], 1.0),
+        ("exp_avg", m, state["exp_avg"].numpy(), exact[1], 1.3),
         ("exp_avg_sq", v, state["exp_avg_sq"].numpy(), exact[2], 1.0),
     ]:
         our_error, their_error = np.abs(ours - truth), np.abs(other - truth)
