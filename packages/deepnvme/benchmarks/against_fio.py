@@ -4,15 +4,19 @@
 
 Sequential read and overwrite with O_DIRECT and default settings of ours, against the best of a few settings of fio
 (--time_based, huge pages under both). fio runs right before ours each time, so that a pair meets the drive in one
-state. `plain` is an ordinary torch-like tensor (malloc'ed, misaligned, 4 KiB pages, touched before); `checksum` sums up
-a crc32c on the way. 1.0 is fio's rate.
+state. `plain` is an ordinary torch-like tensor (malloc'ed, misaligned, touched before); `plain, small pages` the same,
+and our own memory too, where huge pages are forbidden to the process; `checksum` sums up a crc32c on the way. 1.0 is
+fio's rate; `of_aligned` compares with the aligned array's rate in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 from figures import put, rate_and_cpu, spread
@@ -22,6 +26,19 @@ from deepnvme.bench import fio
 from deepnvme.bench.sweep import Point, Workspace
 
 FIO_SETTINGS = [(1 << 20, 32), (4 << 20, 16)]  # block, depth: the best of fio's own sweep
+PR_SET_THP_DISABLE = 41
+
+
+@contextlib.contextmanager
+def small_pages(wanted: bool = True) -> Iterator[None]:
+    """Memory that is touched meanwhile lies on small pages, whatever it asks for."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_THP_DISABLE, int(wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_THP_DISABLE)")
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
 def misaligned(nbytes: int) -> np.ndarray:
@@ -74,31 +91,32 @@ def main() -> None:
     size = int(given.gib * (1 << 30))
     huge = deepnvme.empty(min(size, 256 << 20)).numpy()
     huge[:] = 1
-    arrays = {"aligned": (huge, False), "checksum": (huge, True), "plain": (misaligned(huge.nbytes), False)}
+    with small_pages():
+        small = misaligned(huge.nbytes)
+    arrays = {"aligned": huge, "checksum": huge, "plain": misaligned(huge.nbytes), "plain, small pages": small}
     result: dict = {"settings": vars(given), "backends": deepnvme.backends(), "sequential": {}, "small": {}}
     with Workspace(given.directory, size) as space:
         for op in ("read", "write"):
-            found: dict[str, dict[str, list[float]]] = {name: {"ratio": [], "rate": [], "cpu": []} for name in arrays}
+            found: dict[str, dict[str, list[float]]] = {
+                name: {key: [] for key in ("of_fio", "of_aligned", "gigabytes_per_second", "cpu_seconds_per_gigabyte")}
+                for name in arrays
+            }
             fio_rates = []
             for pair in range(given.pairs):
                 block, depth = FIO_SETTINGS[pair % len(FIO_SETTINGS)]
-                for name, (array, checksum) in arrays.items():
+                for name, array in arrays.items():
                     peer = fio.measure(space, Point(op, "io_uring", block, depth), given.runtime)
-                    rate, cpu = ours(space, array, op, given.runtime, checksum)
+                    with small_pages(array is small):
+                        rate, cpu = ours(space, array, op, given.runtime, checksum=name == "checksum")
                     fio_rates.append(peer["gigabytes_per_second"])
-                    found[name]["ratio"].append(rate / peer["gigabytes_per_second"])
-                    found[name]["rate"].append(rate)
-                    found[name]["cpu"].append(cpu)
+                    figures = found[name]
+                    figures["of_fio"].append(rate / fio_rates[-1])
+                    figures["gigabytes_per_second"].append(rate)
+                    figures["of_aligned"].append(rate / found["aligned"]["gigabytes_per_second"][-1])
+                    figures["cpu_seconds_per_gigabyte"].append(cpu)
             result["sequential"][op] = {
                 "fio_gigabytes_per_second": spread(fio_rates),
-                **{
-                    name: {
-                        "of_fio": spread(f["ratio"]),
-                        "gigabytes_per_second": spread(f["rate"]),
-                        "cpu_seconds_per_gigabyte": spread(f["cpu"]),
-                    }
-                    for name, f in found.items()
-                },
+                **{name: {key: spread(f) for key, f in figures.items()} for name, figures in found.items()},
             }
         for count, nbytes in ((200, 8 << 20), (5000, 64 << 10)):
             for op in ("read", "write"):
