@@ -27,13 +27,14 @@ class UpdateInStep:
     """Decides when the updates of one model run. The engine and the scheduler report what happens."""
 
     read_late: tuple[str, ...] = ()  # kinds of state that the stream does not read ahead
+    gradients_wait = True  # on their tier, for the stream to fetch
 
     def __init__(self, optimizer: AdamW, engine: OffloadEngine, model: PartitionedModel):
         self.optimizer = optimizer
         self.engine = engine
         self.model = model
         budget = min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST)
-        self.stream = OptimizerStream(engine, budget, self.read_late)
+        self.stream = OptimizerStream(engine, budget, self.read_late, self.gradients_wait)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -44,6 +45,7 @@ class UpdateInStep:
     def step(self, factor: float) -> None:
         """optimizer.step(): gradients count times `factor`."""
         units = self.waiting()
+        self.stream.gradients_are_final(units)
         self.stream.expect(units)
         for unit in units:
             settings = self.optimizer.settings_of(unit)
