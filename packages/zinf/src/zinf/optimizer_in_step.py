@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from .offload_engine import OffloadEngine
     from .offloaded_adamw import AdamW
 
-# Of host_memory, for optimizer states on their way in and out; and at most.
-_STREAM_PART = 0.2
-_STREAM_MOST = 256 << 20
-
 
 class UpdateInStep:
     """Decides when the updates of one model run. The engine and the scheduler report what happens."""
@@ -33,8 +29,7 @@ class UpdateInStep:
         self.optimizer = optimizer
         self.engine = engine
         self.model = model
-        budget = min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST)
-        self.stream = OptimizerStream(engine, budget, self.read_late, self.gradients_wait)
+        self.stream = OptimizerStream(engine, engine.placement.stream_memory, self.read_late, self.gradients_wait)
 
     # -- the step --------------------------------------------------------------------------------------------
 
