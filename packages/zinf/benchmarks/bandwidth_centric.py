@@ -180,24 +180,27 @@ def run(given: argparse.Namespace, count: int) -> dict[str, Any]:
     flags += ["--host-memory", given.host_memory]
     with ExitStack() as stack:
         drive = stack.enter_context(tempfile.TemporaryDirectory(dir=given.nvme, prefix="bandwidth-centric-"))
-        started = []
-        for rank in range(count):
-            folder = stack.enter_context(link(drive, parse_size(given.link)))
+        folders = [stack.enter_context(link(drive, parse_size(given.link))) for _ in range(count)]
+        started: list[subprocess.Popen[str]] = []
+        stack.callback(_end, started)  # before their groups go
+        for rank, folder in enumerate(folders):
             place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, __file__, "--inside", "--nvme", drive, *map(str, flags)]
-            started.append(
-                subprocess.Popen(
-                    joining(folder, command),
-                    env={**os.environ, **{name: str(value) for name, value in place.items()}},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            command = joining(folder, [sys.executable, __file__, "--inside", "--nvme", drive, *map(str, flags)])
+            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        while None in (statuses := [process.poll() for process in started]) or any(statuses):
+            if any(statuses):
+                sys.exit(f"{count} ranks ended with {statuses}")  # the others would wait for one that failed
+            time.sleep(0.1)
         outputs = [process.communicate()[0] for process in started]
-        if any(process.returncode for process in started):
-            sys.exit(f"{count} ranks ended with {[process.returncode for process in started]}")
     return json.loads(outputs[0])
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
