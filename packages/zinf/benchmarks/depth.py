@@ -1,10 +1,12 @@
 """Step time and peak memory by the number of layers, at one width: is time linear, and memory constant?
 
     python packages/zinf/benchmarks/depth.py --nvme DIR [--layers 6 12 24 48 96] [--hidden 512] [--seq 64] [--steps 3]
-        [--overlap backward|next-forward|false] [--grads nvme] [--json F]
+        [--overlap backward|next-forward|false] [--grads nvme] [--activations nvme|cpu|none] [--json F]
 
-Everything on NVMe, nothing resident, fixed budgets; each depth in a process of its own. `fit` is the straight line
-through the medians by least squares: seconds of a layer and of the rest, and how far the medians lie from it.
+Everything on NVMe, the inputs of checkpointed blocks included (with "none" each layer's activations stay in memory
+until backward, as in plain torch); nothing resident, fixed budgets; each depth in a process of its own. `fit` is the
+straight line through the medians by least squares: seconds of a layer and of the rest, and how far the medians lie
+from it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     config = zinf.Config.preset(
         "inf-nvme", nvme=[given.nvme], resident=0, host_memory="512MiB", device_memory="128MiB", grads=given.grads,
         overlap_optimizer=OVERLAPS[given.overlap],
+        activations=None if given.activations == "none" else given.activations,
     )  # fmt: skip
     [layers] = given.layers
     heads = max(given.hidden // 64, 1)
@@ -52,7 +55,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 def in_a_process_of_its_own(given: argparse.Namespace, layers: int, drive: str) -> dict[str, Any]:
     flags = ["--nvme", drive, "--hidden", given.hidden, "--seq", given.seq, "--batch", given.batch]
     flags += ["--steps", given.steps, "--overlap", given.overlap, "--layers", layers, "--inside"]
-    flags += ["--grads", given.grads] if given.grads else []
+    flags += ["--activations", given.activations, *(["--grads", given.grads] if given.grads else [])]
     done = subprocess.run([sys.executable, __file__, *map(str, flags)], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--overlap", default="backward", choices=list(OVERLAPS))
     parser.add_argument("--grads", choices=["cpu", "nvme"])
+    parser.add_argument("--activations", default="nvme", choices=["nvme", "cpu", "none"], help="none: no checkpointing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

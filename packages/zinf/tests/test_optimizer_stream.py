@@ -6,6 +6,8 @@ import pytest
 import torch
 from zinf_testing import assert_same, config, full_states, offloaded, train
 
+import zero3
+from zinf import optimizer_stream
 from zinf.config import OVERLAPS
 
 
@@ -46,3 +48,35 @@ def test_buffers_are_reused(nvme, overlap):
     pool._reclaim()  # as the next take does
     assert pool.retired_nbytes == 0
     assert pool.nbytes <= 2 * pool.peak_in_use  # how many writes are on their way at once is the drive's affair
+
+
+@pytest.mark.parametrize("overlap", ["next-forward", False])
+def test_gradients_on_a_drive_are_read_ahead_like_the_states(nvme, small_pieces, monkeypatch, overlap):
+    """All are asked for before the first update, where the budget holds them, and none while Adam waits."""
+    model, optimizer = offloaded(config(nvme, grads="nvme", overlap_optimizer=overlap), width=64)
+    engine = model._zero3_model.store
+    stream, events = engine.updates.stream, []
+
+    def note(owner, name, event):
+        original = getattr(owner, name)
+
+        def noting(*args, **options):
+            events.append(event(*args))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(stream, "_start_read", lambda piece, kind, out: ("ask", kind))
+    note(engine, "read", lambda unit, kind, *_: ("read alone", kind))
+    note(optimizer_stream, "_adam", lambda *_: ("adam", ""))
+    for step in range(3):
+        model.loss(model.data(step)).backward()
+        del events[:]
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.settle()
+        pieces = sum(-(-unit.shard_numel // 4096) for unit in zero3.units(model))
+        asked = [i for i, event in enumerate(events) if event == ("ask", "grad")]
+        assert len(asked) == pieces
+        assert max(asked) < events.index(("adam", ""))
+        assert ("read alone", "grad") not in events

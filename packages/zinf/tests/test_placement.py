@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from zinf_testing import offloaded, train
 
 import zinf
 from zinf import placement
 from zinf.placement import Placement, available_memory
 
 CPU = torch.device("cpu")
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
-def of(grad_bytes=0, state_bytes=0, **settings):
+def of(grad_bytes=0, state_bytes=0, largest_unit=0, ranks_on_host=1, **settings):
     cfg = zinf.Config.preset("inf-nvme", nvme=["/tmp"], **settings)
-    return Placement.of(cfg, CPU, grad_bytes, state_bytes)
+    return Placement.of(cfg, CPU, grad_bytes, state_bytes, largest_unit, ranks_on_host)
 
 
 def test_gradients_wait_in_memory_up_to_a_quarter_of_it():
@@ -31,6 +33,49 @@ def test_what_is_left_over_keeps_units_resident():
     assert of(state_bytes=GIB, host_memory=8 * GIB, device_memory=GIB).resident == GIB
     assert of(state_bytes=GIB, host_memory=8 * GIB, resident=0).resident == 0
     assert of(grad_bytes=9 * GIB, state_bytes=GIB, host_memory=8 * GIB, grads="cpu").resident == 0
+
+
+STREAM = int(0.2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("unit", "settings", "wanted"),
+    [
+        (50 * MIB, {}, GIB // 4),  # a quarter holds more than 3.5 of them
+        (100 * MIB, {}, 350 * MIB),
+        (200 * MIB, {}, GIB - STREAM - 200 * MIB),  # what the stream and a gradient leave
+        (100 * MIB, {"overlap_optimizer": "next-forward"}, 350 * MIB),
+        (150 * MIB, {"overlap_optimizer": "next-forward"}, GIB - STREAM - 3 * 150 * MIB),  # two that are written, too
+        (900 * MIB, {}, GIB // 4),  # there is no room for it: budgets.check says whether that can work
+        (100 * MIB, {"grads": "cpu", "grad_bytes": 400 * MIB}, GIB - STREAM - 500 * MIB),
+        (100 * MIB, {"device_memory": 64 * MIB}, 64 * MIB),
+        (100 * MIB, {"ranks_on_host": 2}, GIB // 4),
+    ],
+)
+def test_where_memory_is_scarce_units_that_come_ahead_get_room(unit, settings, wanted):
+    settings = {"host_memory": GIB, "grads": "nvme", "overlap_optimizer": "backward", **settings}
+    found = of(largest_unit=unit, state_bytes=100 * GIB, **settings)
+    assert found.device_memory == wanted
+    assert found.device_memory + found.resident <= GIB
+
+
+def test_blocks_of_which_the_fixed_part_holds_only_one_come_ahead_all_the_same(nvme, monkeypatch, small_pieces):
+    block = 4 * (2 * 64 * 128 + 128 + 64 + 2 * 64)
+    host = 6 * block
+    monkeypatch.setattr(placement, "available_memory", lambda: 2 * host)
+    hits = {}
+    for device_memory in (host // 4, None):
+        cfg = zinf.Config.preset(
+            "inf-nvme", nvme=[nvme], resident=0, grads="nvme", overlap_optimizer="backward", dtype=torch.float32,
+            unit_size=2 * block, device_memory=device_memory,
+        )  # fmt: skip
+        model, optimizer = offloaded(cfg, width=64, layers=8)
+        train(model, optimizer, 3)
+        report = zinf.report(model)
+        assert report["peak"]["device"] <= model._zero3_model.store.placement.device_memory < host - block
+        hits[device_memory] = report["prefetch"]["hits"] / sum(report["prefetch"].values())
+    assert hits[host // 4] < 0.5
+    assert hits[None] >= 0.9
 
 
 def test_free_memory_is_what_machine_and_cgroups_leave(tmp_path, monkeypatch):

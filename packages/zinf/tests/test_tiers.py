@@ -81,6 +81,7 @@ def test_traffic_by_kind(nvme):
     traffic = tier.take_traffic()
     assert traffic.written == {"parameters": 8192, "gradients": 8192, "optimizer": 16384}
     assert traffic.read == {"parameters": 8192}
+    assert tier.moved == 4 * 8192 + 32768 + 8192  # room is made by writing zeros
     assert tier.take_traffic().written == {}
     tier.close()
 

@@ -13,8 +13,8 @@ from zero3.unit_grouping import Group, group
 from .config import Config
 from .errors import ConfigError
 
-# Elements of a unit's shard whose optimizer states are in memory at a time, and their bytes: a float32 master or its
-# two halves, two moments, and a float16 copy beside them.
+# Of an element of a unit's shard whose optimizer states are in memory: a float32 master or its two halves, two moments,
+# and a float16 copy beside them.
 _STATE_BYTES = 14
 
 
@@ -37,6 +37,12 @@ def unit_size(module: nn.Module, config: Config) -> int | str:
     groups = group(module, "auto", lambda param: dtypes_of(param, config.dtype))
     largest = max((_nbytes(one, config, 1, 1) for one in groups), default=0)
     return "auto" if 2 * largest <= device_memory else device_memory // 2
+
+
+def largest_unit(module: nn.Module, config: Config, shards: int, shard_multiple: int) -> int:
+    """Bytes of the largest gathered unit; the last two arguments as in `check`."""
+    groups = group(module, unit_size(module, config), lambda param: dtypes_of(param, config.dtype))
+    return max((_nbytes(one, config, shards, shard_multiple) for one in groups), default=0)
 
 
 def check(module: nn.Module, config: Config, shards: int, shard_multiple: int, piece_numel: int, on_cpu: bool) -> None:
@@ -72,7 +78,8 @@ def _need(
     nbytes = _nbytes(largest, config, shards, shard_multiple)
     param, names = max(largest.params, key=lambda entry: entry[0].numel())
     gathered = max(nbytes, config.budget("device_memory") or 0)
-    streamed = min(nbytes // config.dtype.itemsize // shards, piece_numel) * _STATE_BYTES
+    state_bytes = _STATE_BYTES + (config.dtype.itemsize if config.grads == "nvme" else 0)
+    streamed = min(nbytes // config.dtype.itemsize // shards, piece_numel) * state_bytes
     waiting = 3 * nbytes // shards if config.grads == "nvme" else 0  # two on their way out, one being read
     host = streamed + waiting + (gathered + nbytes if on_cpu else nbytes // shards)
     return _Need(nbytes, host, names[0], param.numel())

@@ -57,7 +57,9 @@ class UpdateBeforeUse(UpdateInStep):
     def step(self, factor: float) -> None:
         for unit in list(self._commits):  # not used since the step before
             self.bring_up_to_date(unit)
-        for unit in self.waiting():
+        waiting = self.waiting()
+        self.stream.gradients_are_final(waiting)
+        for unit in waiting:
             settings = self.optimizer.settings_of(unit)
             self.optimizer.count_step(unit, settings)
             if self.stream.in_place(unit):  # all in memory: there is nothing to read ahead

@@ -23,6 +23,7 @@ class UpdateInBackward(UpdateInStep):
     """Updates in the last backward of a step."""
 
     read_late = ("param",)  # it is mostly in memory when the gradient comes
+    gradients_wait = False  # mostly
 
     def __init__(self, *args):
         super().__init__(*args)

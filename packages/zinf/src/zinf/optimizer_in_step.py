@@ -18,22 +18,18 @@ if TYPE_CHECKING:
     from .offload_engine import OffloadEngine
     from .offloaded_adamw import AdamW
 
-# Of host_memory, for optimizer states on their way in and out; and at most.
-_STREAM_PART = 0.2
-_STREAM_MOST = 256 << 20
-
 
 class UpdateInStep:
     """Decides when the updates of one model run. The engine and the scheduler report what happens."""
 
     read_late: tuple[str, ...] = ()  # kinds of state that the stream does not read ahead
+    gradients_wait = True  # on their tier, for the stream to fetch
 
     def __init__(self, optimizer: AdamW, engine: OffloadEngine, model: PartitionedModel):
         self.optimizer = optimizer
         self.engine = engine
         self.model = model
-        budget = min(int(engine.placement.host_memory * _STREAM_PART), _STREAM_MOST)
-        self.stream = OptimizerStream(engine, budget, self.read_late)
+        self.stream = OptimizerStream(engine, engine.placement.stream_memory, self.read_late, self.gradients_wait)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -44,6 +40,7 @@ class UpdateInStep:
     def step(self, factor: float) -> None:
         """optimizer.step(): gradients count times `factor`."""
         units = self.waiting()
+        self.stream.gradients_are_final(units)
         self.stream.expect(units)
         for unit in units:
             settings = self.optimizer.settings_of(unit)

@@ -2,7 +2,8 @@
 
 A unit's states may be far larger than the memory there is for them, so they pass in pieces through buffers of the
 one pinned pool. While Adam updates one piece, later ones are on their way in and earlier ones on their way out.
-States that lie in host memory are updated in place, by the same code, without a buffer.
+States that lie in host memory are updated in place, by the same code, without a buffer. A gradient that waits on a
+drive comes along with the states, from the moment on at which it is final.
 """
 
 from __future__ import annotations
@@ -48,27 +49,43 @@ class _Loaded:
     arriving: list[Wait] = field(default_factory=list)
     buffer: PooledBuffer | None = None
     foreign: set[str] = field(default_factory=set)  # kinds that lie in `buffer`, not in place
+    gradient: Tensor | None = None  # room in `buffer` for the gradient that waits
+    gradient_asked: bool = False  # it is there, or on its way
+
+    def forget_views(self) -> None:
+        """Of the buffer, so that the pool can have it back."""
+        self.states.clear()
+        self.gradient = None
 
 
 class OptimizerStream:
     """Streams pieces of units through Adam.
 
-    budget      bytes of buffers at a time, reads and writes on their way included
-    read_late   kinds that are not read ahead, since the update will mostly bring them along
+    budget            bytes of buffers at a time, reads and writes on their way included
+    read_late         kinds that are not read ahead, since the update will mostly bring them along
+    gradients_wait    whether an update mostly takes the gradient that waits on its tier
     """
 
-    def __init__(self, engine: OffloadEngine, budget: int, read_late: Iterable[str] = ()):
+    def __init__(self, engine: OffloadEngine, budget: int, read_late: Iterable[str] = (), gradients_wait: bool = True):
         self._engine = engine
         self._pool = engine.tiers.host_pool
         self._spans = engine.tiers.spans
         self.budget = budget
         self._read_late = frozenset(read_late)
+        self._gradients_wait = gradients_wait
+        self._final: set[Unit] = set()  # their gradients that wait will not change until the update
         self._expected: deque[Piece] = deque()
         self._loaded: dict[Piece, _Loaded] = {}
         self._writing: deque[tuple[list[Wait], PooledBuffer]] = deque()
         self._in_use = 0
 
     # -- looking ahead ---------------------------------------------------------------------------------------
+
+    def gradients_are_final(self, units: Iterable[Unit]) -> None:
+        """The gradients of these units wait, and will not change any more: they are read ahead with the states."""
+        self._final.update(units)
+        for piece, loaded in self._loaded.items():
+            self._ask_for_gradient(piece, loaded)
 
     def expect(self, units: Iterable[Unit]) -> None:
         """These units will be updated next, in this order: read ahead as far as the budget goes."""
@@ -88,6 +105,7 @@ class OptimizerStream:
     def forget_expected(self) -> None:
         """What was read ahead is not wanted: the states are about to change, or the step was aborted."""
         self._expected.clear()
+        self._final.clear()
         for loaded in self._loaded.values():
             for wait in loaded.arriving:
                 wait()
@@ -118,15 +136,16 @@ class OptimizerStream:
             piece = Piece(unit, start, stop)
             runs = _runs(piece, settings)
             loaded = self._take(piece, gradient is None, param_in)
-            if runs:
-                part = loaded.states["grad"] if gradient is None else gradient[start:stop]
-                with self._spans.running("optimizer", unit.name):
-                    for run in runs:
-                        _adam(unit, loaded.states, part, run, grad_scale)
+            if gradient is not None:
+                loaded.states["grad"] = gradient[start:stop]
+            with self._spans.running("optimizer", unit.name):
+                for run in runs:
+                    _adam(unit, loaded.states, run, grad_scale)
             if param_out is not None:
                 param_out[start:stop].copy_(loaded.states["param"])
             self._store(piece, loaded)
             self._read_ahead()
+        self._final.discard(unit)
 
     def _take(self, piece: Piece, with_gradient: bool, param_in: Tensor | None) -> _Loaded:
         if piece in self._expected:
@@ -136,11 +155,14 @@ class OptimizerStream:
             self._reap(wait_for=self._need(piece))
             loaded = self._load(piece)
         self._bring_late(piece, loaded, param_in)
+        if with_gradient:
+            self._final.add(piece.unit)
+            self._ask_for_gradient(piece, loaded)
         with self._spans.running("stall", f"states of {piece.unit.name}"):
             for wait in loaded.arriving:
                 wait()
-        if with_gradient:
-            loaded.states["grad"] = self._gradient(piece)
+            if with_gradient:
+                loaded.states["grad"] = self._gradient(piece, loaded)
         return loaded
 
     def _bring_late(self, piece: Piece, loaded: _Loaded, param_in: Tensor | None) -> None:
@@ -155,8 +177,18 @@ class OptimizerStream:
         engine, unit = self._engine, piece.unit
         return engine.tier(unit, kind).start_read(engine.key(unit, kind), out, piece.start)
 
-    def _gradient(self, piece: Piece) -> Tensor:
+    def _ask_for_gradient(self, piece: Piece, loaded: _Loaded) -> None:
+        room, dtype = loaded.gradient, self._engine.waiting_dtype(piece.unit)
+        if piece.unit not in self._final or loaded.gradient_asked or room is None or room.dtype != dtype:
+            return  # the room is too narrow for the first gradient that is a sum
+        loaded.arriving.append(self._start_read(piece, "grad", room))
+        loaded.gradient_asked = True
+
+    def _gradient(self, piece: Piece, loaded: _Loaded) -> Tensor:
+        """The gradient that waits; read now, where there was no room for it."""
         engine, unit = self._engine, piece.unit
+        if loaded.gradient_asked and loaded.gradient is not None:
+            return loaded.gradient
         kept = engine.in_place(unit, "grad")
         if kept is not None:
             return kept[piece.start : piece.stop]
@@ -174,27 +206,39 @@ class OptimizerStream:
         return not self._foreign(unit)
 
     def _need(self, piece: Piece) -> int:
-        return piece.numel * sum(dtype.itemsize for dtype in self._foreign(piece.unit).values())
+        return piece.numel * sum(dtype.itemsize for dtype in self._buffered(piece.unit).values())
+
+    def _buffered(self, unit: Unit) -> dict[str, torch.dtype]:
+        """Kinds that pass through a buffer, widest first, so that all are aligned: the gradient too, where it waits."""
+        kinds = self._foreign(unit)
+        if self._gradients_wait and self._engine.tier_name(unit, "grad") == "nvme":
+            kinds["grad"] = self._engine.waiting_dtype(unit)
+        return dict(sorted(kinds.items(), key=lambda item: -item[1].itemsize))
 
     def _load(self, piece: Piece) -> _Loaded:
         engine, unit = self._engine, piece.unit
-        foreign = self._foreign(unit)
+        buffered = self._buffered(unit)
         states = {}
         for kind in unit_states.update_kinds(unit.dtype):
-            if kind not in foreign:
+            if kind not in buffered:
                 states[kind] = engine.in_place(unit, kind)[piece.start : piece.stop]  # type: ignore[index]
-        if not foreign:
+        if not buffered:
             return _Loaded(states)
         buffer = self._pool.take(self._need(piece), f"optimizer states of {unit.name}")
         self._in_use += buffer.nbytes
-        loaded = _Loaded(states, buffer=buffer, foreign=set(foreign))
+        loaded = _Loaded(states, buffer=buffer, foreign=buffered.keys() - {"grad"})
         offset = 0
-        for kind, dtype in sorted(foreign.items(), key=lambda item: -item[1].itemsize):
+        for kind, dtype in buffered.items():
             nbytes = piece.numel * dtype.itemsize
-            states[kind] = buffer.storage[offset : offset + nbytes].view(dtype)
+            room = buffer.storage[offset : offset + nbytes].view(dtype)
             offset += nbytes
+            if kind == "grad":
+                loaded.gradient = room
+                self._ask_for_gradient(piece, loaded)
+                continue
+            states[kind] = room
             if kind in unit_states.read_kinds(unit.dtype) - self._read_late:
-                loaded.arriving.append(self._start_read(piece, kind, states[kind]))
+                loaded.arriving.append(self._start_read(piece, kind, room))
         return loaded
 
     def _store(self, piece: Piece, loaded: _Loaded) -> None:
@@ -203,7 +247,7 @@ class OptimizerStream:
             engine.tier(unit, kind).start_write(engine.key(unit, kind), loaded.states[kind], piece.start)
             for kind in loaded.foreign
         ]
-        loaded.states.clear()
+        loaded.forget_views()
         if loaded.buffer is not None:
             self._writing.append((waits, loaded.buffer))
 
@@ -221,7 +265,7 @@ class OptimizerStream:
             self._pool.give_back(buffer)
 
     def _give_back(self, loaded: _Loaded) -> None:
-        loaded.states.clear()
+        loaded.forget_views()
         if loaded.buffer is not None:
             self._in_use -= loaded.buffer.nbytes
             self._pool.give_back(loaded.buffer)
@@ -266,7 +310,7 @@ def _runs(piece: Piece, settings: SlotSettings) -> list[_Run]:
     return runs
 
 
-def _adam(unit: Unit, states: Mapping[str, Tensor], grad: Tensor, run: _Run, grad_scale: float) -> None:
+def _adam(unit: Unit, states: Mapping[str, Tensor], run: _Run, grad_scale: float) -> None:
     part = {kind: tensor[run.start : run.stop] for kind, tensor in states.items()}
     first = run.segments[0][2]
     param = part["param"]
@@ -277,7 +321,7 @@ def _adam(unit: Unit, states: Mapping[str, Tensor], grad: Tensor, run: _Run, gra
         param, extra["param_out"] = part["master"], part["param"]
     cpu_adam.step(
         param,
-        grad[run.start : run.stop],
+        part["grad"],
         part["exp_avg"],
         part["exp_avg_sq"],
         grad_scale=grad_scale,

@@ -91,10 +91,15 @@ def _partition(
     frozen = sum(param.numel() for param in module.parameters() if not param.requires_grad) // shards
     nbytes = state_bytes(config.dtype)
     states = trained * (nbytes["params"] + nbytes["optimizer"]) + frozen * nbytes["params"]
+    # Tiles go by the fixed part of memory; that there is room to fetch the units ahead which they leave comes second.
     placement = Placement.of(config, device, trained * nbytes["grads"], states)
-    _check_space(config, placement, trained, frozen, sharers(ranks, config.nvme_dirs))
     restore = cut_operators(module, TileLimits.of(config, placement.device_memory, ranks))
+    beside = sharers(ranks, config.nvme_dirs)
     try:
+        if config.prefetch:
+            largest = budgets.largest_unit(module, config, shards, OffloadEngine.shard_multiple)
+            placement = Placement.of(config, device, trained * nbytes["grads"], states, largest, beside)
+        _check_space(config, placement, trained, frozen, beside)
         budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     except ConfigError:
         restore()

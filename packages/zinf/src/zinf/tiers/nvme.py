@@ -73,6 +73,12 @@ class NvmeTier:
         """Whether transfers pass the page cache by; None before the first."""
         return self._engine.direct
 
+    @property
+    def moved(self) -> int:
+        """Bytes that the drives have read and written so far; `traffic` counts a transfer when it begins."""
+        stats = self._engine.stats()
+        return stats.bytes_read + stats.bytes_written
+
     def take_traffic(self) -> Traffic:
         """Bytes since the last call."""
         traffic, self.traffic = self.traffic, Traffic()

@@ -1,0 +1,118 @@
+"""Is offloading free where computation hides it (the paper's Figure 5a)? Steps of one model, as ratios in one run.
+
+    python packages/zinf/benchmarks/compute_bound.py --nvme DIR [--model gpt:layers=12,hidden=768,heads=12] [--batch 8]
+        [--seq 128] [--dtype bf16|fp32] [--steps 4] [--modes backward next-forward] [--json F]
+
+Steps alternate between plain torch with its own AdamW, everything in memory on one rank (preset zero3), and everything
+on NVMe with nothing resident. `of_memory` is a step over the same step in memory; `of_torch` the step in memory over
+plain torch's (in bf16 that one updates less: it has no float32 master). `compute_over_drive` is how many times longer
+the step in memory takes than the drive alone with the mode's bytes, at fio's rates: the claim is of 2 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from against_limit import PHASES, drive_rates, drive_seconds, medians
+from record import put, settings
+from trainee import OVERLAPS, Step, Trainee
+
+import zinf
+from deepnvme.bench import fio
+from zinf.models.gpt import GPT
+from zinf.models.model_names import parse_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Plain:
+    """The same model and batches as a Trainee's, in plain torch."""
+
+    def __init__(self, given: argparse.Namespace):
+        torch.manual_seed(0)
+        self._given, sizes = given, parse_model(given.model, positions=given.seq)
+        self._vocab = sizes.vocab
+        self._model = GPT(sizes).to(DTYPES[given.dtype])
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self._random = torch.Generator().manual_seed(0)
+
+    def step(self) -> float:
+        """Seconds."""
+        size = self._given.batch, self._given.seq + 1
+        tokens = torch.randint(0, self._vocab, size, generator=self._random)
+        begun = time.perf_counter()
+        self._model(tokens[:, :-1], tokens[:, 1:]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - begun
+
+
+def compare(steps: list[Step], memory: list[Step], rates: dict[str, float]) -> dict[str, Any]:
+    """A mode's steps beside those in memory."""
+    ratios = [step.seconds / other.seconds for step, other in zip(steps, memory, strict=True)]
+    found = medians(steps)
+    drive = sum(drive_seconds(found["moved"][name], rates) for name in PHASES)
+    return {
+        "seconds": found["seconds"],
+        "of_memory": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "drive_seconds": drive,
+        "compute_over_drive": medians(memory)["seconds"] / drive,
+        "stall_share": statistics.median(step.report["seconds"]["stall"] / step.seconds for step in steps),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", required=True, help="a directory of the drive")
+    parser.add_argument("--model", default="gpt:layers=12,hidden=768,heads=12,vocab=50257")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--steps", type=int, default=4, help="that count; one more is taken first")
+    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=["backward", "next-forward"])
+    parser.add_argument("--checksum", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if reason := fio.why_not():
+        sys.exit(reason)
+    sizes = {"model": given.model, "batch": given.batch, "seq": given.seq}
+    with tempfile.TemporaryDirectory(dir=given.nvme, prefix="compute-bound-") as drive:
+        rates = drive_rates(drive)
+        dtype = DTYPES[given.dtype]
+        configs = {"memory": zinf.Config.preset("zero3", dtype=dtype, overlap_optimizer=False)}
+        for mode in given.modes:
+            configs[mode] = zinf.Config.preset(
+                "inf-nvme", nvme=[drive], resident=0, dtype=dtype, checksum=given.checksum,
+                overlap_optimizer=OVERLAPS[mode],
+            )  # fmt: skip
+        plain, trainees = Plain(given), {name: Trainee(config, **sizes) for name, config in configs.items()}
+        seconds: list[float] = []
+        taken: dict[str, list[Step]] = {name: [] for name in trainees}
+        for _ in range(1 + given.steps):
+            seconds.append(plain.step())
+            for name, trainee in trainees.items():
+                taken[name].append(trainee.step())
+    memory = taken["memory"][1:]
+    of_torch = [step.seconds / other for step, other in zip(memory, seconds[1:], strict=True)]
+    record = {
+        "settings": settings(given),
+        "parameters": trainees["memory"].sizes.numel,
+        "fio_bytes_per_second": rates,
+        "same_losses": len({tuple(step.loss for step in of_one) for of_one in taken.values()}) == 1,
+        "torch_seconds": statistics.median(seconds[1:]),
+        "memory_seconds": statistics.median(step.seconds for step in memory),
+        "of_torch": {"median": statistics.median(of_torch), "least": min(of_torch), "most": max(of_torch)},
+        "modes": {mode: compare(taken[mode][1:], memory, rates) for mode in given.modes},
+    }
+    put(record, given.json)
+
+
+if __name__ == "__main__":
+    main()
