@@ -3,7 +3,8 @@
     linear, conv        each tile gives some of the output's features or channels, which are joined
     embedding, w[ids]   each tile gives the rows that it has, which are put in order
     addmm, matmul       x · W, as Hugging Face's Conv1D: each tile takes some of the input's features; outputs add up
-    w[i], w[a:b]        the rows, out of the tiles that have them (experts)
+    w[i], w[a:b]        the rows, out of the tiles that have them
+    grouped_mm, bmm     experts (tiled_experts.py)
     in place            element-wise ones run on each tile; random ones draw as for the whole (tiled_draws.py)
 
 The product that a tiled operator gives differs from the whole one by the rounding of a split sum at most, and so do
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import parameter_forms, tiled_draws
+from . import parameter_forms, tiled_draws, tiled_experts
 from .parameter_forms import without_noticing
 from .tiles import Tiled, Tiles, is_detached, values_of
 
@@ -88,12 +89,7 @@ def _convolution(function: Callable, dimensions: int) -> Callable:
 
 
 def _split(bias: Tensor | None, tiles: Tiles) -> dict[int, Tensor | None]:
-    """First row of a tile -> the tile's part of the bias."""
-    starts = tiles.rows[:-1]
-    if bias is None:
-        return dict.fromkeys(starts)
-    sizes = [stop - start for start, stop, _ in tiles]
-    return dict(zip(starts, torch.split(bias, sizes), strict=True))
+    return dict.fromkeys(tiles.rows) if bias is None else {**tiles.split(bias)}
 
 
 def _embedding(
@@ -138,19 +134,20 @@ def _addmm(bias, x, weight, *, beta=1, alpha=1) -> Any:
 
 def _matmul(x: Any, weight: Any) -> Any:
     if not isinstance(weight, Tiled) or weight.dim() != 2 or not isinstance(x, Tensor):
-        return NotImplemented
+        return tiled_experts.bmm(x, weight) if isinstance(x, Tensor) and x.dim() == 3 else NotImplemented
     return _summed(x.reshape(-1, x.shape[-1]), weight, None).view(*x.shape[:-1], weight.shape[1])
 
 
 def _summed(x: Tensor, weight: Tiled, total: Tensor | None) -> Tensor:
     """total + x · W: (n, out), of x (n, in) and W (in, out)."""
     sums = [total]
+    tiles = weight._zero3_tiles
+    parts = tiles.split(x, dim=1)
 
     def add(start: int, stop: int, tile: Tensor) -> None:
-        part = x[:, start:stop]
-        sums[0] = torch.mm(part, tile) if sums[0] is None else torch.addmm(sums[0], part, tile)
+        sums[0] = torch.mm(parts[start], tile) if sums[0] is None else torch.addmm(sums[0], parts[start], tile)
 
-    weight._zero3_tiles.over(add)
+    tiles.over(add)
     return sums[0]  # type: ignore[return-value]
 
 
@@ -165,11 +162,13 @@ def _item(weight: Any, index: Any) -> Any:
     if isinstance(index, Tensor) and index.dim() == 0 and index.dtype not in (torch.bool, torch.uint8):
         index = int(index)
     if isinstance(index, slice) and index.step in (None, 1):
+        tiled_experts.refuse_one_by_one(tiles)
         first, last, _ = index.indices(len(weight))
         parts = [tile[max(first - a, 0) : min(last, b) - a] for a, b, tile in tiles if max(first, a) < min(last, b)]
         return NotImplemented if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
-    if isinstance(index, bool) or not hasattr(index, "__index__"):
+    if isinstance(index, bool | Tensor) or not hasattr(index, "__index__"):
         return NotImplemented
+    tiled_experts.refuse_one_by_one(tiles)
     row = operator.index(index)
     row += len(weight) if row < 0 else 0
     for start, stop, tile in tiles:
@@ -224,6 +223,9 @@ _OPERATORS: dict[Callable, Callable] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     Tensor.__getitem__: _item,
+    Tensor.transpose: tiled_experts.transpose,
+    torch._grouped_mm: tiled_experts.grouped_mm,
+    torch.bmm: tiled_experts.bmm,
 }
 
 _ELEMENT_WISE = [
