@@ -63,6 +63,45 @@ def test_an_operator_in_tiles_equals_the_whole_one(nvme, name, count):
     assert (in_tiles(twin) == ["weight"]) == (count > 1)
 
 
+class Sized(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of functions that give a new tensor of so many elements."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.names = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.numel and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["linear", "Conv1D"])
+def test_no_tile_makes_tensors_of_its_own_for_sums(nvme, kind):
+    """Of a linear layer each tile has a part in the input's gradient, of Conv1D in the output."""
+    module = nn.Linear(29, 23) if kind == "linear" else of_transformers("Conv1D")(29, 23)
+    model = zinf.shard(zinf.tiled(module, 4), config(nvme))
+    x = torch.randn(7, 23 if kind == "Conv1D" else 29, requires_grad=True)
+    with Sized(7 * 29) as seen:
+        out = model(x)
+        out.square().sum().backward()
+    sums = [name for name in seen.names if name in ("mm", "addmm", "addmm_", "add", "add_")]
+    assert sums == ["addmm" if kind == "Conv1D" else "mm", *["addmm_"] * 3]
+
+
+def test_a_second_derivative_of_the_input(nvme):
+    found = []
+    for count in (1, 3):
+        torch.manual_seed(2)
+        model = zinf.shard(zinf.tiled(nn.Linear(6, 9), count), config(nvme, "device", "device", "device"))
+        x = torch.randn(4, 6, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    for tiled, whole in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-5)
+
+
 def operators_on_ranks(rank, world, nvme, count):
     for name in OPERATORS:
         module, twin, x = both(name, count, config(nvme))

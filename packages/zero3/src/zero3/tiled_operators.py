@@ -71,8 +71,46 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, Tiled) or weight.dim() != 2:
         return NotImplemented
     biases = _split(bias, weight._zero3_tiles)
-    outs = weight._zero3_tiles.over(lambda start, stop, tile: F.linear(x, tile, biases[start]))
-    return torch.cat(outs, dim=-1)
+    plain = torch._C._functorch.peek_interpreter_stack() is None and not torch.is_autocast_enabled(x.device.type)
+    chained = plain and torch.is_grad_enabled() and x.requires_grad and x.dtype == weight.dtype
+    rest = [x]
+
+    def of_tile(start: int, stop: int, tile: Tensor) -> Tensor:
+        if not chained:
+            return F.linear(x, tile, biases[start])
+        out, rest[0] = _LinearTile.apply(rest[0], tile, biases[start])
+        return out
+
+    return torch.cat(weight._zero3_tiles.over(of_tile), dim=-1)
+
+
+class _LinearTile(torch.autograd.Function):
+    """(x · Wᵀ + b, x) of a tile; the second is the x of the next tile.
+
+    So the gradient of x comes from tile to tile, and each adds its own to it in place. Left to autograd, each tile
+    would make a gradient as large as x, in fresh memory, and all would be added up.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad, of_x):
+        if grad is None:
+            return of_x, None, None
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        if of_x is None:
+            of_x = torch.mm(rows, weight).view(x.shape)
+        elif torch.is_grad_enabled():  # a graph of this backward is made
+            of_x = of_x + torch.mm(rows, weight).view(x.shape)
+        else:
+            of_x.view(-1, x.shape[-1]).addmm_(rows, weight)
+        of_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _convolution(function: Callable, dimensions: int) -> Callable:
@@ -145,7 +183,12 @@ def _summed(x: Tensor, weight: Tiled, total: Tensor | None) -> Tensor:
     parts = tiles.split(x, dim=1)
 
     def add(start: int, stop: int, tile: Tensor) -> None:
-        sums[0] = torch.mm(parts[start], tile) if sums[0] is None else torch.addmm(sums[0], parts[start], tile)
+        if sums[0] is None:
+            sums[0] = torch.mm(parts[start], tile)
+        elif sums[0] is total:
+            sums[0] = torch.addmm(total, parts[start], tile)
+        else:
+            sums[0].addmm_(parts[start], tile)  # nobody saves a sum
 
     tiles.over(add)
     return sums[0]  # type: ignore[return-value]
