@@ -51,6 +51,25 @@ print(json.dumps(train(1024, tempfile.mkdtemp(dir=drive))))
 """
 
 
+EVERYBODY = """
+import mmap
+import deepnvme, numpy, torch
+import refusing_allocator
+
+refusing_allocator.refuse_above(1 << 20)
+for give in (
+    bytearray, deepnvme.empty, lambda n: numpy.empty(n, "uint8"), lambda n: numpy.zeros(n, "uint8"),
+    lambda n: torch.empty(n, dtype=torch.uint8), lambda n: torch.zeros(n, dtype=torch.uint8),
+    lambda n: mmap.mmap(-1, n), lambda n: bytearray(64).__imul__(n // 64),
+):
+    give(1 << 19)
+    try:
+        give(1 << 21)
+    except (MemoryError, RuntimeError, OSError):
+        print("refused")
+"""
+
+
 @pytest.fixture(scope="module")
 def environment():
     try:
@@ -61,17 +80,35 @@ def environment():
 
 
 @pytest.fixture
-def trained(environment, tmp_path):
-    """(exit status, what a run printed, its errors) with these settings, in memory of stretches of so many bytes."""
+def run(environment):
+    """(exit status, what a script printed, its errors), where it can refuse memory."""
 
-    def run(stretch: int, **settings) -> tuple[int, str, str]:
-        command = [sys.executable, "-c", SCRIPT, json.dumps(settings), str(stretch), str(tmp_path)]
+    def run(*command: str) -> tuple[int, str, str]:
         path = [*sys.path, str(Path(refusing_allocator.__file__).parent)]
         one_thread = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(path)}
-        done = subprocess.run(command, env={**environment, **one_thread}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", *command],
+            env={**environment, **one_thread},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """The same of SCRIPT with these settings, in memory of stretches of so many bytes."""
+    return lambda stretch, **settings: run(SCRIPT, json.dumps(settings), str(stretch), str(tmp_path))
+
+
+def test_nobody_gets_a_stretch_that_is_too_long(run):
+    """Or the tests below would prove nothing."""
+    status, output, errors = run(EVERYBODY)
+    assert status == 0, errors
+    assert output.split() == ["refused"] * 8
 
 
 def test_without_tiles_the_error_says_how_much_was_wanted(trained):
