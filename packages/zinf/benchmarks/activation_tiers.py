@@ -1,11 +1,12 @@
 """What activation checkpoints off the device cost by hidden size, as the paper's Figure 6e: steps over steps on device.
 
     python packages/zinf/benchmarks/activation_tiers.py --nvme DIR [--hidden 256 512 1024 2048] [--layers 5]
-        [--batch 4] [--seq 128] [--rounds 5] [--json F]
+        [--batch 4] [--seq 128] [--rounds 5] [--states nvme --host-memory 1GiB --device-memory 512MiB] [--json F]
 
-Parameters and optimizer states stay in memory; every block is checkpointed, and its input lies on the device, in host
-memory or on the drive. The three alternate, and a ratio is the median over rounds. A checkpoint grows with the hidden
-size, the computation that hides its transfer with the square of it.
+Parameters and optimizer states stay in memory, or go to the drive where they are too large; every block is
+checkpointed, and its input lies on the device, in host memory or on the drive. The three alternate, and a ratio is the
+median over rounds. A checkpoint grows with the hidden size, the computation that hides its transfer with the square
+of it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ TIERS = ("device", "cpu", "nvme")
 def cost(drive: str, hidden: int, given: argparse.Namespace) -> dict[str, Any]:
     """Of one hidden size: each tier's seconds, and its ratio to the device's in the same round."""
     model = f"gpt:layers={given.layers},hidden={hidden},heads={max(1, hidden // 64)}"
+    preset, changes = "zero3", {}
+    if given.states == "nvme":
+        budgets = {"host_memory": given.host_memory, "device_memory": given.device_memory}
+        preset, changes = "inf-nvme", {"overlap_optimizer": "backward", "resident": 0, **budgets}
     trainees = {
         tier: Trainee(
-            zinf.Config.preset("zero3", nvme=[drive], activations=tier), model=model, batch=given.batch, seq=given.seq
+            zinf.Config.preset(preset, nvme=[drive], activations=tier, **changes),
+            model=model,
+            batch=given.batch,
+            seq=given.seq,
         )
         for tier in TIERS
     }
@@ -67,6 +75,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--states", choices=["memory", "nvme"], default="memory")
+    parser.add_argument("--host-memory")
+    parser.add_argument("--device-memory")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="activation-tiers-") as drive:

@@ -4,24 +4,22 @@
 
 The model is the paper's operator, linear layers of hidden to 4 hidden and back. Without tiling the largest is h; with
 T tiles, each 16 hidden² / T bytes in float32, it should be √T · h; automatic tiling is tried at 8 h. Memory answers
-ENOMEM above N bytes (refusing_allocator.c, preloaded). The paper's row doubles from 8K without tiling to 64K with 16.
+ENOMEM above N bytes (refusing_allocator.py). The paper's row doubles from 8K without tiling to 64K with 16.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import math
-import os
 import platform
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from record import put
+from refusing_allocator import preloaded, refuse_above
 from torch import nn
 
 import zinf
@@ -29,7 +27,6 @@ from zero3.unit_grouping import parse_size
 
 STEP = 64  # of the search
 SLACK = 64 << 10  # bytes that an allocator adds for alignment
-ALLOCATOR = Path(__file__).with_name("refusing_allocator.c")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,21 +44,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_preloaded(argv: list[str]) -> int:
-    """This script again, with the allocator, which is compiled on the way."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "refusing_allocator.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(ALLOCATOR), "-o", str(library), "-ldl"], check=True)
-        environment = {**os.environ, "LD_PRELOAD": str(library)}
+    """This script again, with the allocator."""
+    with preloaded() as environment:
         command = [sys.executable, __file__, *argv, "--preloaded"]
         return subprocess.run(command, env=environment, check=False).returncode
 
 
 def measure(contiguous: int, tiles: list[int]) -> dict[str, Any]:
     """Largest hidden sizes, and whether automatic tiling trains at 8 times the one without tiling."""
-    refuse = ctypes.CDLL(None).refuse_above
-    refuse.argtypes = [ctypes.c_size_t]
     trains(STEP)  # what is allocated once a process: the probe of the memory's bandwidth, threads
-    refuse(contiguous + SLACK)
+    refuse_above(contiguous + SLACK)
     try:
         start = int(math.sqrt(contiguous / 16))
         whole = largest(lambda hidden: trains(hidden, tile_bytes=1 << 60), start)
@@ -72,7 +64,7 @@ def measure(contiguous: int, tiles: list[int]) -> dict[str, Any]:
             rows[count] = {"hidden": found, "of_sqrt_tiles": found / (math.sqrt(count) * whole)}
         automatic = trains(8 * whole, device_memory=contiguous)
     finally:
-        refuse(0)
+        refuse_above(0)
     return {
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
         "contiguous_bytes": contiguous,

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <sys/mman.h>
 
 static size_t limit;
@@ -16,6 +17,26 @@ static int refused(size_t nbytes) { return limit && nbytes > limit; }
 
 extern int posix_memalign(void **, size_t, size_t);
 extern void *aligned_alloc(size_t, size_t);
+
+/* glibc's own names: dlsym itself allocates, so it cannot be asked for these. */
+extern void *__libc_malloc(size_t);
+extern void *__libc_calloc(size_t, size_t);
+extern void *__libc_realloc(void *, size_t);
+
+void *malloc(size_t nbytes) {
+    if (refused(nbytes)) return errno = ENOMEM, NULL;
+    return __libc_malloc(nbytes);
+}
+
+void *calloc(size_t count, size_t nbytes) {
+    if (nbytes && refused(count > SIZE_MAX / nbytes ? SIZE_MAX : count * nbytes)) return errno = ENOMEM, NULL;
+    return __libc_calloc(count, nbytes);
+}
+
+void *realloc(void *old, size_t nbytes) {
+    if (refused(nbytes)) return errno = ENOMEM, NULL;
+    return __libc_realloc(old, nbytes);
+}
 
 int posix_memalign(void **out, size_t alignment, size_t nbytes) {
     if (refused(nbytes)) return ENOMEM;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -148,17 +149,77 @@ def test_a_block_that_is_stopped_while_it_runs_again(nvme, tier, error, expected
     assert found == expected
 
 
-def test_a_graph_that_is_dropped_gives_its_room_back(nvme):
+def rooms(model) -> set[str]:
+    """Of saved tensors, on the drive."""
+    engine, _ = zinf.offload_engine.engine_of(model)
+    return {name for name in engine.tiers.of("nvme")._swap.names() if "activation" in name}
+
+
+def test_rooms_are_kept_no_longer_than_a_step(nvme):
+    model = zinf.shard(nn.Linear(512, 512), config(nvme, activations="nvme"))
+    x = torch.randn(512, 512, requires_grad=True)
+    with zinf.offload_saved(model):
+        loss = (model(x) @ x).sigmoid().sum()
+    assert len(rooms(model)) >= 3
+    loss.backward()
+    assert rooms(model) == set()
+    with zinf.offload_saved(model):
+        kept, dropped = (model(x) @ x).sigmoid().sum(), (model(x) @ x).sigmoid().sum()
+    held = rooms(model)
+    del dropped
+    model(x)  # its hooks look for what nobody holds
+    assert 3 <= len(rooms(model)) < len(held)
+    kept.backward()
+    assert rooms(model) == set()
+    with zinf.offload_saved(model):
+        dropped = (x @ x).sigmoid().sum()
+        assert rooms(model)
+        del dropped
+        again = x.exp()  # saves one tensor, behind what nobody holds
+    assert len(rooms(model)) == 1
+    del again
+
+
+def test_no_python_code_runs_when_a_graph_goes(nvme):
+    """An interrupt that met a destructor would be lost."""
     model = zinf.shard(nn.Linear(8, 8), config(nvme, activations="nvme"))
-    store, _ = zinf.offload_engine.engine_of(model)
-    swap = store.tiers.of("nvme")._swap
-    before = set(swap.names())
     x = torch.randn(512, 512, requires_grad=True)
     with zinf.offload_saved(model):
         loss = (x @ x).sigmoid().sum()
-    assert set(swap.names()) > before
-    del loss
-    assert set(swap.names()) == before
+    assert rooms(model)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        del loss
+    finally:
+        sys.setprofile(None)
+    assert called == []
+
+
+def test_an_unheld_room_whose_read_ahead_is_on_its_way(nvme):
+    """Backward stops behind its first fetch, which has read the others ahead; then the graph goes."""
+    model = zinf.shard(nn.Linear(8, 8), config(nvme, activations="nvme"))
+    engine, _ = zinf.offload_engine.engine_of(model)
+    x = torch.randn(512, 512, requires_grad=True)
+
+    def stop(grad):
+        raise ValueError("stop")
+
+    with zinf.offload_saved(model):
+        y = x.exp().sin()
+        z = y.sigmoid()
+        z.register_hook(stop)
+        loss = (z.exp()).sum()
+    engine.activations._let_go(0)
+    model(torch.randn(2, 8))  # its unit stays for the next one
+    in_use = engine.tiers.device_pool.in_use
+    with pytest.raises(ValueError, match="stop"):
+        loss.backward()
+    assert engine.tiers.device_pool.in_use > in_use
+    del loss, y, z
+    model(torch.randn(2, 8))
+    assert rooms(model) == set()
+    assert engine.tiers.device_pool.in_use <= in_use
 
 
 def test_without_a_tier_offload_saved_says_what_to_set(nvme):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 
 import pytest
@@ -11,16 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from zinf_testing import SETTINGS, assert_close, assert_same, config, full_states, make, plain, state_of, train
-from zinf_tiles import COUNTS, Largest, in_tiles, mixtral, of_transformers, tile_all
+from zinf_tiles import COUNTS, Largest, gradients, in_tiles, mixtral, of_transformers, tile_all
 
+import zero3
 import zinf
 from zinf.models.gpt import GPT, GPTConfig
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    sharded = hasattr(model, "_zero3_model")
-    return {n: zinf.full_grad(p) if sharded else p.grad for n, p in model.named_parameters()}
-
 
 # -- one operator ---------------------------------------------------------------------------------------------
 
@@ -65,6 +61,65 @@ def test_an_operator_in_tiles_equals_the_whole_one(nvme, name, count):
     if x.is_floating_point():
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-5, atol=1e-4)
     assert (in_tiles(twin) == ["weight"]) == (count > 1)
+
+
+class Sized(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of functions that give a new tensor of so many elements."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.names = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.numel and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["linear", "Conv1D"])
+def test_no_tile_makes_tensors_of_its_own_for_sums(nvme, kind):
+    """Of a linear layer each tile has a part in the input's gradient, of Conv1D in the output."""
+    module = nn.Linear(29, 23) if kind == "linear" else of_transformers("Conv1D")(29, 23)
+    model = zinf.shard(zinf.tiled(module, 4), config(nvme))
+    x = torch.randn(7, 23 if kind == "Conv1D" else 29, requires_grad=True)
+    with Sized(7 * 29) as seen:
+        out = model(x)
+        out.square().sum().backward()
+    sums = [name for name in seen.names if name in ("mm", "addmm", "addmm_", "add", "add_")]
+    assert sums == ["addmm" if kind == "Conv1D" else "mm", *["addmm_"] * 3]
+
+
+def test_a_second_derivative_of_the_input(nvme):
+    found = []
+    for count in (1, 3):
+        torch.manual_seed(2)
+        model = zinf.shard(zinf.tiled(nn.Linear(6, 9), count), config(nvme, "device", "device", "device"))
+        x = torch.randn(4, 6, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    for tiled, whole in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-5)
+
+
+def operators_on_ranks(rank, world, nvme, count):
+    for name in OPERATORS:
+        module, twin, x = both(name, count, config(nvme))
+        inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+        outputs = [one(given) for one, given in zip((module, twin), inputs, strict=True)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
+        ramp = torch.arange(outputs[0].numel()).view(outputs[0].shape)
+        (outputs[0] * ramp * (sum(range(1, world + 1)) / world)).sum().backward()  # the mean over the ranks
+        (outputs[1] * ramp * (rank + 1)).sum().backward()
+        assert_close(gradients(twin), gradients(module), 1e-6)
+        if x.is_floating_point():
+            own = inputs[0].grad * (2 * (rank + 1) / (world + 1))
+            assert_close({"input": inputs[1].grad}, {"input": own}, 1e-5)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_operators_in_tiles_on_two_ranks(ranks, nvme, count):
+    ranks(operators_on_ranks, 2, str(nvme), count)
 
 
 def linears_on_ranks(rank, world, nvme):
@@ -152,7 +207,7 @@ def test_tiers_change_no_number(nvme, params, dtype):
 
 
 def train_on_ranks(rank, world, nvme, activations):
-    for count in (2, 3, 16):
+    for count in COUNTS:
         train_in_tiles(rank, world, nvme, count, activations)
 
 
@@ -167,6 +222,12 @@ def train_in_tiles(rank, world, nvme, count, activations):
     wanted = torch.tensor(train(reference, its_optimizer, 3))
     torch.testing.assert_close(losses[0] / world, wanted, rtol=1e-5, atol=1e-5)
     assert_close(state_of(model), state_of(reference), 1e-3)
+    for (name, found), (its_name, param) in zip(full_states(model).items(), reference.named_parameters(), strict=True):
+        state = its_optimizer.state[param]
+        assert name == its_name
+        assert found["step"] == state["step"] == 3
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert_close({name: found[kind]}, {name: state[kind]}, 1e-3)
 
 
 @pytest.mark.parametrize(("world", "activations"), [(1, "device"), (1, "nvme"), (2, None), (2, "nvme")])
@@ -198,8 +259,7 @@ class Lora(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_lora_on_layers_in_tiles(nvme, count):
+def lora_in_tiles(rank, world, nvme, count):
     models = []
     for tiles in (1, count):
         model = make(width=16)
@@ -212,11 +272,18 @@ def test_lora_on_layers_in_tiles(nvme, count):
     losses = []
     for model in models:
         optimizer = zinf.AdamW([p for p in model.parameters() if p.requires_grad], **SETTINGS)
-        losses.append(train(model, optimizer, 3))
+        losses.append(train(model, optimizer, 3, rank, world))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    assert len(in_tiles(models[1])) == (6 if count > 1 else 0)
     frozen = {n: v for n, v in state_of(models[1]).items() if n.endswith("base.weight")}
     assert_same(frozen, {n: v for n, v in state_of(models[0]).items() if n in frozen})
     assert zinf.full_grad(models[1].blocks[0].up.base.weight) is None
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_lora_on_layers_in_tiles(ranks, nvme, world, count):
+    ranks(lora_in_tiles, world, str(nvme), count)
 
 
 def test_thawing(nvme):
@@ -258,38 +325,89 @@ def test_torchs_own_clipping_reaches_the_tiles(nvme):
 # -- experts --------------------------------------------------------------------------------------------------
 
 
-def test_experts_are_gathered_by_what_is_used(nvme):
+EXPERTS = ["eager", "batched_mm", "grouped_mm"]  # one by one, by a tensor of numbers, sorted by expert
+
+
+def train_experts(rank, world, nvme, implementation, counts):
     """Three-dimensional weights; experts that nobody chose have zero gradients, as in the whole parameter."""
-    reference = mixtral()
-    model = mixtral()
-    for layer in model.model.layers:
-        zinf.tiled(layer.mlp.experts, 3)
-    zinf.shard(model, config(nvme))
-    assert len(in_tiles(model)) == 4
-    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
-    its_optimizer = torch.optim.AdamW(reference.parameters(), **SETTINGS)
-    for step in range(3):
-        tokens = torch.randint(0, 31, (1, 4), generator=torch.Generator().manual_seed(step))
-        losses = [one(input_ids=tokens, labels=tokens).loss for one in (model, reference)]
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
-        for loss in losses:
+    for count in counts:
+        reference, model = (mixtral(implementation, experts=16) for _ in range(2))
+        for layer in model.model.layers:
+            zinf.tiled(layer.mlp.experts, count)
+        zinf.shard(model, config(nvme))
+        assert len(in_tiles(model)) == (4 if count > 1 else 0)
+        optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+        its_optimizer = torch.optim.AdamW(reference.parameters(), **SETTINGS)
+        for step in range(3):
+            tokens = torch.randint(0, 31, (world, 6), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=tokens[rank : rank + 1], labels=tokens[rank : rank + 1]).loss
+            wanted = [reference(input_ids=own, labels=own).loss for own in tokens.split(1)]
+            torch.testing.assert_close(loss, wanted[rank], rtol=1e-5, atol=1e-5)
             loss.backward()
-        assert_close(gradients(model), gradients(reference), 1e-4, 1e-7)
-        for one in (optimizer, its_optimizer):
-            one.step()
-            one.zero_grad()
-    assert_close(state_of(model), state_of(reference), 1e-3)
+            (sum(wanted) / world).backward()
+            assert_close(gradients(model), gradients(reference), 1e-4, 1e-7)
+            for one in (optimizer, its_optimizer):
+                one.step()
+                one.zero_grad()
+        assert_close(state_of(model), state_of(reference), 1e-3)
 
 
-def experts_on_ranks(rank, world, nvme):
+@pytest.mark.parametrize("implementation", EXPERTS)
+def test_experts_in_tiles(nvme, caplog, implementation):
+    with caplog.at_level(logging.WARNING, logger="zero3.tiles"):
+        train_experts(0, 1, nvme, implementation, COUNTS)
+    assert "in tiles" not in caplog.text  # no function gets all rows
+
+
+@pytest.mark.parametrize("implementation", EXPERTS[1:])
+def test_experts_in_tiles_on_two_ranks(ranks, nvme, implementation):
+    of_transformers("MixtralConfig")
+    ranks(train_experts, 2, str(nvme), implementation, COUNTS)
+
+
+def experts_one_by_one(rank, world, nvme):
     model = mixtral()
     zinf.tiled(model.model.layers[0].mlp.experts, 3)
-    with pytest.raises(zinf.ConfigError, match="experts"):
-        zinf.shard(model, config(nvme))
+    zinf.shard(model, config(nvme))
+    with pytest.raises(zero3.UnsupportedError, match=r"layers\.0\.mlp\.experts.*one by one.*grouped_mm"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
-def test_experts_on_several_ranks_are_refused(ranks, nvme):
-    ranks(experts_on_ranks, 2, str(nvme))
+def test_experts_that_are_picked_one_by_one_are_refused_on_several_ranks(ranks, nvme):
+    of_transformers("MixtralConfig")
+    ranks(experts_one_by_one, 2, str(nvme))
+
+
+class Products(nn.Module):
+    """grouped_mm with rows behind the last expert's and experts without rows, turned or not; bmm."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 8, 12))
+        self.turned = nn.Parameter(torch.randn(16, 12, 8))
+        self.rows = torch.tensor([0, 3, 1, 0, 0, 0, 2, 5, 1, 1, 0, 0, 0, 4, 0, 0])
+
+    def forward(self, x, batch):
+        offs, turned = self.rows.cumsum(0).to(torch.int32), self.turned.transpose(-2, -1)
+        grouped = [F.grouped_mm(x, w, offs=offs)[: offs[-1]] for w in (self.w, turned)]
+        return [*grouped, torch.bmm(batch, self.w), batch @ self.w, batch @ self.turned.transpose(1, 2)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_products_of_experts(nvme, count):
+    torch.manual_seed(3)
+    module = Products()
+    twin = zinf.shard(zinf.tiled(copy.deepcopy(module), count), config(nvme))
+    taken = []
+    for one in (module, twin):
+        torch.manual_seed(4)
+        x, batch = torch.randn(20, 8, requires_grad=True), torch.randn(16, 3, 8, requires_grad=True)
+        outs = one(x, batch)
+        sum(out.square().sum() for out in outs).backward()
+        taken.append([*outs, x.grad[: module.rows.sum()], batch.grad])
+    for found, wanted in zip(taken[1], taken[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    assert_close(gradients(twin), gradients(module), 1e-5)
 
 
 # -- when operators are cut by themselves ---------------------------------------------------------------------

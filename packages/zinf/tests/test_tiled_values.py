@@ -217,6 +217,8 @@ def test_functions_without_a_tiled_form_get_all_rows(nvme, caplog):
     assert model.weight.detach().norm() == values.norm()
     assert torch.equal(model.weight[2:7].detach(), values[2:7])
     assert torch.equal(model.weight[torch.tensor([[8, -1], [0, 3]])].detach(), values[torch.tensor([[8, 8], [0, 3]])])
+    mask = torch.arange(9) % 2 == 0
+    assert torch.equal(model.weight[mask].detach(), values[mask])
     assert torch.equal(copy.deepcopy(model).weight, values)
 
 

@@ -28,6 +28,12 @@ def tile_all(model: nn.Module, count: int) -> nn.Module:
     return model
 
 
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name, of a model of ours or a plain one."""
+    sharded = hasattr(model, "_zero3_model")
+    return {n: zinf.full_grad(p) if sharded else p.grad for n, p in model.named_parameters()}
+
+
 def in_tiles(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if tiles_of(param) is not None]
 
@@ -37,13 +43,13 @@ def tiled_model(nvme, count, seed=1, **changes):
     return model, zinf.AdamW(model.parameters(), **SETTINGS)
 
 
-def mixtral() -> nn.Module:
+def mixtral(implementation: str = "eager", experts: int = 6) -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(2)
     return of_transformers("MixtralForCausalLM")(
         of_transformers("MixtralConfig")(
-            **sizes, vocab_size=31, num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=1,
-            experts_implementation="eager",
+            **sizes, vocab_size=31, num_hidden_layers=2, num_local_experts=experts, num_experts_per_tok=1,
+            experts_implementation=implementation,
         )
     )  # fmt: skip
 

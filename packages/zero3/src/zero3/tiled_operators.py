@@ -3,7 +3,8 @@
     linear, conv        each tile gives some of the output's features or channels, which are joined
     embedding, w[ids]   each tile gives the rows that it has, which are put in order
     addmm, matmul       x · W, as Hugging Face's Conv1D: each tile takes some of the input's features; outputs add up
-    w[i], w[a:b]        the rows, out of the tiles that have them (experts)
+    w[i], w[a:b]        the rows, out of the tiles that have them
+    grouped_mm, bmm     experts (tiled_experts.py)
     in place            element-wise ones run on each tile; random ones draw as for the whole (tiled_draws.py)
 
 The product that a tiled operator gives differs from the whole one by the rounding of a split sum at most, and so do
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import parameter_forms, tiled_draws
+from . import parameter_forms, tiled_draws, tiled_experts
 from .parameter_forms import without_noticing
 from .tiles import Tiled, Tiles, is_detached, values_of
 
@@ -70,8 +71,46 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, Tiled) or weight.dim() != 2:
         return NotImplemented
     biases = _split(bias, weight._zero3_tiles)
-    outs = weight._zero3_tiles.over(lambda start, stop, tile: F.linear(x, tile, biases[start]))
-    return torch.cat(outs, dim=-1)
+    plain = torch._C._functorch.peek_interpreter_stack() is None and not torch.is_autocast_enabled(x.device.type)
+    chained = plain and torch.is_grad_enabled() and x.requires_grad and x.dtype == weight.dtype
+    rest = [x]
+
+    def of_tile(start: int, stop: int, tile: Tensor) -> Tensor:
+        if not chained:
+            return F.linear(x, tile, biases[start])
+        out, rest[0] = _LinearTile.apply(rest[0], tile, biases[start])
+        return out
+
+    return torch.cat(weight._zero3_tiles.over(of_tile), dim=-1)
+
+
+class _LinearTile(torch.autograd.Function):
+    """(x · Wᵀ + b, x) of a tile; the second is the x of the next tile.
+
+    So the gradient of x comes from tile to tile, and each adds its own to it in place. Left to autograd, each tile
+    would make a gradient as large as x, in fresh memory, and all would be added up.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad, of_x):
+        if grad is None:
+            return of_x, None, None
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        if of_x is None:
+            of_x = torch.mm(rows, weight).view(x.shape)
+        elif torch.is_grad_enabled():  # a graph of this backward is made
+            of_x = of_x + torch.mm(rows, weight).view(x.shape)
+        else:
+            of_x.view(-1, x.shape[-1]).addmm_(rows, weight)
+        of_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _convolution(function: Callable, dimensions: int) -> Callable:
@@ -88,12 +127,7 @@ def _convolution(function: Callable, dimensions: int) -> Callable:
 
 
 def _split(bias: Tensor | None, tiles: Tiles) -> dict[int, Tensor | None]:
-    """First row of a tile -> the tile's part of the bias."""
-    starts = tiles.rows[:-1]
-    if bias is None:
-        return dict.fromkeys(starts)
-    sizes = [stop - start for start, stop, _ in tiles]
-    return dict(zip(starts, torch.split(bias, sizes), strict=True))
+    return dict.fromkeys(tiles.rows) if bias is None else {**tiles.split(bias)}
 
 
 def _embedding(
@@ -138,19 +172,25 @@ def _addmm(bias, x, weight, *, beta=1, alpha=1) -> Any:
 
 def _matmul(x: Any, weight: Any) -> Any:
     if not isinstance(weight, Tiled) or weight.dim() != 2 or not isinstance(x, Tensor):
-        return NotImplemented
+        return tiled_experts.bmm(x, weight) if isinstance(x, Tensor) and x.dim() == 3 else NotImplemented
     return _summed(x.reshape(-1, x.shape[-1]), weight, None).view(*x.shape[:-1], weight.shape[1])
 
 
 def _summed(x: Tensor, weight: Tiled, total: Tensor | None) -> Tensor:
     """total + x · W: (n, out), of x (n, in) and W (in, out)."""
     sums = [total]
+    tiles = weight._zero3_tiles
+    parts = tiles.split(x, dim=1)
 
     def add(start: int, stop: int, tile: Tensor) -> None:
-        part = x[:, start:stop]
-        sums[0] = torch.mm(part, tile) if sums[0] is None else torch.addmm(sums[0], part, tile)
+        if sums[0] is None:
+            sums[0] = torch.mm(parts[start], tile)
+        elif sums[0] is total:
+            sums[0] = torch.addmm(total, parts[start], tile)
+        else:
+            sums[0].addmm_(parts[start], tile)  # nobody saves a sum
 
-    weight._zero3_tiles.over(add)
+    tiles.over(add)
     return sums[0]  # type: ignore[return-value]
 
 
@@ -165,11 +205,13 @@ def _item(weight: Any, index: Any) -> Any:
     if isinstance(index, Tensor) and index.dim() == 0 and index.dtype not in (torch.bool, torch.uint8):
         index = int(index)
     if isinstance(index, slice) and index.step in (None, 1):
+        tiled_experts.refuse_one_by_one(tiles)
         first, last, _ = index.indices(len(weight))
         parts = [tile[max(first - a, 0) : min(last, b) - a] for a, b, tile in tiles if max(first, a) < min(last, b)]
         return NotImplemented if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
-    if isinstance(index, bool) or not hasattr(index, "__index__"):
+    if isinstance(index, bool | Tensor) or not hasattr(index, "__index__"):
         return NotImplemented
+    tiled_experts.refuse_one_by_one(tiles)
     row = operator.index(index)
     row += len(weight) if row < 0 else 0
     for start, stop, tile in tiles:
@@ -224,6 +266,9 @@ _OPERATORS: dict[Callable, Callable] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     Tensor.__getitem__: _item,
+    Tensor.transpose: tiled_experts.transpose,
+    torch._grouped_mm: tiled_experts.grouped_mm,
+    torch.bmm: tiled_experts.bmm,
 }
 
 _ELEMENT_WISE = [

@@ -118,6 +118,14 @@ class Tiles:
         """(start, stop, tile) of every tile."""
         return ((start, stop, param) for (start, stop), param in zip(pairwise(self.rows), self.params, strict=True))
 
+    def split(self, beside: Tensor, dim: int = 0) -> dict[int, Tensor]:
+        """First row of a tile -> the tile's part of `beside`, whose dimension `dim` is as long as there are rows.
+
+        Cut at once: a slice for each tile would in backward be zeros of the size of `beside` for each, added up.
+        """
+        sizes = [stop - start for start, stop, _ in self]
+        return dict(zip(self.rows[:-1], torch.split(beside, sizes, dim), strict=True))
+
     def whole_tensor(self) -> Tensor:
         """All rows in one tensor of the whole's dtype; a copy."""
         self.keep_changes()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from zero3.buffer_pool import PooledBuffer
 from zero3.hooks import running_again, running_model
 from zero3.partitioned_model import PartitionedModel
 from zero3.saved_views import SavedView
@@ -111,8 +112,6 @@ class _Hooks:
 class SavedActivation:
     """A tensor that autograd saved. Lives as long as the graph node that saved it."""
 
-    key: Key | None = None  # while it has room on the tier; so early, since an interrupt may leave it half made
-
     def __init__(self, store: ActivationStore, tensor: Tensor):
         self._store = store
         self.tensor: Tensor | None = tensor.detach()  # until it is on its tier
@@ -122,7 +121,7 @@ class SavedActivation:
         if tensor.layout is torch.strided:
             self._stride, self.numel = tensor.stride(), _span(tensor)
         self.dtype = tensor.dtype
-        self.reading: tuple[Wait, Any] | None = None  # a read ahead, and the pool's buffer that it fills
+        self.room: _Room | None = None  # on its tier
 
     @property
     def nbytes(self) -> int:
@@ -147,19 +146,33 @@ class SavedActivation:
             )
         if self.tensor is not None:
             return self.tensor
-        return self._store.fetch(self).as_strided(self._size, self._stride)
+        assert self.room is not None  # nothing else takes the tensor away
+        return self._store.fetch(self.room).as_strided(self._size, self._stride)
 
-    def __del__(self):
-        if self.key is not None:
-            self._store.drop(self)
+
+class _Room:
+    """The place of a saved tensor on its tier, until nobody holds the tensor any more.
+
+    That is asked when the store looks next, not told by a destructor: an interrupt that meets one is lost, since
+    Python can raise nothing out of there.
+    """
+
+    def __init__(self, key: Key, saved: SavedActivation):
+        self.key = key
+        self.numel, self.dtype, self.nbytes = saved.numel, saved.dtype, saved.nbytes
+        self.saved = weakref.ref(saved)
+        self.reading: tuple[Wait, PooledBuffer] | None = None  # a read ahead, and the pool's buffer that it fills
+
+    def is_written(self) -> bool:
+        saved = self.saved()
+        return saved is not None and saved.tensor is None
 
 
 class _Write(NamedTuple):
     """A write on its way. deepnvme keeps the memory alive until it is done, whoever else lets go."""
 
-    saved: weakref.ref[SavedActivation]
+    room: _Room
     done: Wait
-    nbytes: int
 
 
 class ActivationStore:
@@ -168,9 +181,7 @@ class ActivationStore:
     def __init__(self, engine: OffloadEngine):
         self._tiers = engine.tiers
         self._tier_name = engine.config.activations or "device"
-        # Held weakly, since a tensor is dropped when its graph goes: what is on the tier or on its way, oldest first,
-        # and the writes that are on their way.
-        self._kept: OrderedDict[Key, weakref.ref[SavedActivation]] = OrderedDict()
+        self._rooms: dict[Key, _Room] = {}  # oldest first
         self._writing: deque[_Write] = deque()
         self._reading_nbytes = 0
 
@@ -180,68 +191,76 @@ class ActivationStore:
         wants_tier = self._tier_name == "nvme" or (self._tier_name == "cpu" and tensor.device.type != "cpu")
         if not wants_tier or saved.nbytes < _SMALLEST or saved.numel > 2 * max(tensor.numel(), 1):
             return saved
+        self._drop_newest()
         flat = saved.tensor.as_strided((saved.numel,), (1,), tensor.storage_offset())  # type: ignore[union-attr]
-        saved.key = Key(self._tiers.number(), "activation")
-        done = self._tiers.of(self._tier_name).start_put(saved.key, flat)
-        self._kept[saved.key] = weakref.ref(saved)
-        self._writing.append(_Write(weakref.ref(saved), done, saved.nbytes))
+        room = saved.room = _Room(Key(self._tiers.number(), "activation"), saved)
+        self._rooms[room.key] = room  # so early, since an interrupt may come at any moment
+        self._writing.append(_Write(room, self._tiers.of(self._tier_name).start_put(room.key, flat)))
         self._let_go(_IN_FLIGHT)
         return saved
 
     def _let_go(self, in_flight: int) -> None:
         """Free what is written; wait for the oldest while more than `in_flight` bytes are on their way."""
-        waiting = sum(write.nbytes for write in self._writing)
+        waiting = sum(write.room.nbytes for write in self._writing)
         while self._writing and (waiting > in_flight or self._writing[0].done.done()):
             write = self._writing.popleft()
-            waiting -= write.nbytes
+            waiting -= write.room.nbytes
             write.done()
-            saved = write.saved()
+            saved = write.room.saved()
             if saved is not None:
                 saved.free()
 
-    def fetch(self, saved: SavedActivation) -> Tensor:
+    def fetch(self, room: _Room) -> Tensor:
         """The flat elements (numel,), in memory of the pool that is reused when nobody views it any more."""
-        if saved.reading is None:
-            self._start_reading(saved)
-        wait, buffer = saved.reading  # type: ignore[misc]
-        saved.reading = None
-        self._read_ahead(saved)
+        self._drop_newest()
+        if room.reading is None:
+            self._start_reading(room)
+        wait, buffer = room.reading  # type: ignore[misc]
+        room.reading = None
+        self._read_ahead(room)
         with self._tiers.spans.running("stall", "activation"):
             wait()
-        self._reading_nbytes -= saved.nbytes
-        flat = buffer.flat(saved.numel, saved.dtype)
+        self._reading_nbytes -= room.nbytes
+        flat = buffer.flat(room.numel, room.dtype)
         self._tiers.device_pool.give_back(buffer)
         return flat
 
-    def _start_reading(self, saved: SavedActivation) -> None:
-        buffer = self._tiers.device_pool.take(saved.nbytes, "activation")
-        tier = self._tiers.of(self._tier_name)
-        wait = tier.start_get(saved.key, buffer.flat(saved.numel, saved.dtype))  # type: ignore[arg-type]
-        saved.reading = (wait, buffer)
-        self._reading_nbytes += saved.nbytes
+    def _start_reading(self, room: _Room) -> None:
+        buffer = self._tiers.device_pool.take(room.nbytes, "activation")
+        room.reading = (
+            self._tiers.of(self._tier_name).start_get(room.key, buffer.flat(room.numel, room.dtype)),
+            buffer,
+        )
+        self._reading_nbytes += room.nbytes
 
-    def _read_ahead(self, saved: SavedActivation) -> None:
+    def _read_ahead(self, room: _Room) -> None:
         """Backward goes from the newest to the oldest."""
         older = False
-        for reference in reversed(self._kept.values()):
-            candidate = reference()
-            if candidate is None:
-                continue
-            if older and candidate.tensor is None and candidate.reading is None:
+        for candidate in reversed(self._rooms.values()):
+            if older and candidate.is_written() and candidate.reading is None:
                 if self._reading_nbytes + candidate.nbytes > _IN_FLIGHT:
                     return
                 self._start_reading(candidate)
-            older = older or candidate is saved
+            older = older or candidate is room
 
-    def drop(self, saved: SavedActivation) -> None:
-        """The graph is gone, or backward is done with it."""
-        self._kept.pop(saved.key, None)  # type: ignore[arg-type]
-        if saved.reading is not None:
-            wait, buffer = saved.reading
-            wait()
-            self._reading_nbytes -= saved.nbytes
+    def drop_unheld(self) -> None:
+        """Give back the rooms of tensors whose graph is gone, or that backward is done with."""
+        for room in [room for room in self._rooms.values() if room.saved() is None]:
+            self._drop(room)
+
+    def _drop_newest(self) -> None:
+        """The same for those behind the newest that is held: backward is done with the newest first."""
+        while self._rooms and (newest := next(reversed(self._rooms.values()))).saved() is None:
+            self._drop(newest)
+
+    def _drop(self, room: _Room) -> None:
+        if room.reading is not None:
+            (wait, buffer), room.reading = room.reading, None
+            wait.settle()
+            self._reading_nbytes -= room.nbytes
             self._tiers.device_pool.give_back(buffer)
-        self._tiers.of(self._tier_name).drop(saved.key)  # type: ignore[arg-type]
+        self._tiers.of(self._tier_name).drop(room.key)
+        del self._rooms[room.key]
 
 
 def _span(tensor: Tensor) -> int:

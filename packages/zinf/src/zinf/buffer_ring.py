@@ -28,10 +28,12 @@ class BufferRing:
         share = min(_RING_BYTES, int(engine.placement.host_memory * _RING_PART))
         count = max(2, min(_MOST_BUFFERS, share // nbytes))
         self._pool = engine.tiers.host_pool
-        self._whole = self._pool.take(count * nbytes, user)
-        self.free: deque[Tensor] = deque(self._whole.storage[i * nbytes : (i + 1) * nbytes] for i in range(count))
+        # Each by itself: where a tile is all that fits into one stretch of memory, no longer one is asked for.
+        self._taken = [self._pool.take(nbytes, user) for _ in range(count)]
+        self.free: deque[Tensor] = deque(buffer.storage[:nbytes] for buffer in self._taken)
 
     def close(self) -> None:
         """To the pool again; no buffer may be in use any more."""
         self.free.clear()
-        self._pool.give_back(self._whole)
+        while self._taken:
+            self._pool.give_back(self._taken.pop())

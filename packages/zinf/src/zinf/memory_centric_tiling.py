@@ -19,7 +19,6 @@ from zero3.tile_cutting import cut
 from zero3.tiles import tiles_of
 
 from .config import Config
-from .errors import ConfigError
 
 _MARK = "_zinf_tiles"
 
@@ -35,7 +34,9 @@ def tiled(module: nn.Module, tiles: int) -> nn.Module:
 
     For linear layers, embeddings, output heads, convolutions, Hugging Face's Conv1D, and modules whose experts are a
     parameter of three dimensions: every parameter of `module` itself with two or more dimensions is cut along the
-    first. Before zinf.shard, or inside zinf.init. 1 keeps it in one piece where it would be cut by itself.
+    first. On several ranks experts in tiles must be used all in one function (grouped_mm, bmm, a tensor of numbers as
+    index): picked one by one, they would differ between the ranks. Before zinf.shard, or inside zinf.init. 1 keeps it
+    in one piece where it would be cut by itself.
 
     ValueError for a number that does not fit, or where there is nothing to cut.
     """
@@ -82,7 +83,7 @@ class TileLimits:
         return cls(int(limits[0]), int(limits[1]), config.dtype, shards)
 
     def count(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """How many tiles a parameter of `shape` gets by itself."""
+        """How many tiles a parameter of `shape` gets by itself: experts none on several ranks, who may pick them."""
         if len(shape) < 2 or not dtype.is_floating_point or (len(shape) == 3 and self.shards > 1):
             return 1
         row_bytes = prod(shape[1:]) * self.dtype.itemsize
@@ -92,9 +93,9 @@ class TileLimits:
 
 
 def cut_operators(module: nn.Module, limits: TileLimits) -> Callable[[], None]:
-    """Cut what was marked by `tiled`, and what exceeds the limits. Returns what undoes it while nothing is partitioned.
+    """Cut what was marked by `tiled`, and what exceeds the limits.
 
-    ConfigError for experts on several ranks: which of them a rank needs differs, and gathering takes all ranks.
+    Returns what undoes it while nothing is partitioned.
     """
     undo = [cut(param, count) for param, count in _counts(module, limits)]
 
@@ -107,15 +108,10 @@ def cut_operators(module: nn.Module, limits: TileLimits) -> Callable[[], None]:
 
 def _counts(module: nn.Module, limits: TileLimits) -> Iterator[tuple[nn.Parameter, int]]:
     counts: dict[nn.Parameter, int] = {}
-    for name, child in module.named_modules():
+    for child in module.modules():
         mark = getattr(child, _MARK, None)
         for param in _own(child):
             if mark is not None:
-                if mark > 1 and param.ndim == 3 and limits.shards > 1 and not isinstance(child, nn.Conv1d):
-                    raise ConfigError(
-                        f"{name} is in {mark} tiles, but has experts, and which of them are in use differs between "
-                        f"the {limits.shards} ranks: tile it on one rank only"
-                    )
                 counts[param] = mark
             elif tiles_of(param) is None and param not in counts and not isinstance(child, _WHOLE):
                 counts[param] = limits.count(param.shape, dtypes_of(param, limits.dtype)[1])

@@ -357,6 +357,11 @@ class OffloadEngine(ShardStore):
 
         return ActivationStore(self)
 
+    def drop_unheld_activations(self) -> None:
+        """Rooms of saved activations that nobody holds any more are free again: at the end of each backward."""
+        if "activations" in self.__dict__:
+            self.activations.drop_unheld()
+
     # -- for people ------------------------------------------------------------------------------------------
 
     def where(self, unit: Unit) -> dict[str, str]:

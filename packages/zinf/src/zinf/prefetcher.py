@@ -178,3 +178,4 @@ class Prefetcher:
         """What was fetched and not used: the prediction was wrong, or the step is over."""
         for unit in self.working_set.idle():
             self._release(unit)
+        self._engine.drop_unheld_activations()

@@ -78,7 +78,7 @@ class Tier(Protocol):
         """Fill `out` (n,) with what was put; returns the wait."""
 
     def drop(self, key: Key) -> None:
-        """Forget what was put."""
+        """Forget what was put, if it was."""
 
 
 NO_WAIT = Wait()

@@ -6,6 +6,7 @@ buffer, and a large read keeps several requests in flight. Every piece has its o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Sequence
@@ -132,7 +133,8 @@ class NvmeTier:
 
     def drop(self, key: Key) -> None:
         if not self._closed:
-            self._swap.pop(str(key))
+            with contextlib.suppress(KeyError):
+                self._swap.pop(str(key))
 
     def close(self) -> None:
         self._closed = True
