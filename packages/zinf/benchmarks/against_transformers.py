@@ -1,16 +1,18 @@
 """Fine-tuning a Hugging Face directory with its states on a drive, against the same steps in plain torch.
 
-    python benchmarks/against_transformers.py --model DIR --out run --steps 20
+    python packages/zinf/benchmarks/against_transformers.py --model DIR --out run --steps 20 [--limit 1GiB]
 
 Prints JSON: losses of both and their largest relative difference, held-out loss before and after, the loss of the
-exported directory in transformers, and the median seconds of a step. `--only zinf` trains ours alone (in a memory
-cgroup, say, where the other would not fit); what it finds is kept in `--out`, and the other part goes on from there.
+exported directory in transformers, and the median seconds of a step. `--limit` trains and exports ours inside a memory
+cgroup (needs root), where the other would not fit. `--only zinf` stops there; what it finds is kept in `--out`, and
+`--only plain` goes on from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -19,8 +21,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from memory_cgroup import run_inside
+from record import put, settings
 from torch.nn import functional as F
 
+from deepnvme.sizes import parse_size
 from zinf.training.hugging_face import HuggingFaceModel
 from zinf.training.preparation import BETAS, WEIGHT_DECAY
 from zinf.training.settings import DTYPES
@@ -31,21 +36,33 @@ VALIDATION_BATCHES = 4
 
 
 def offloaded(arguments: argparse.Namespace) -> None:
-    """`zinf train` and `zinf export` in processes of their own."""
+    """`zinf train` and `zinf export` in processes of their own; summary and peak memory go to `--out`."""
     flags = {
         "--model": arguments.model, "--data": arguments.data, "--out": arguments.out / "run", "--seed": SEED,
         "--steps": arguments.steps, "--batch": arguments.batch, "--seq": arguments.seq, "--lr": arguments.lr,
         "--dtype": arguments.dtype, "--warmup": 0, "--decay": 0, "--validation-batches": VALIDATION_BATCHES,
         "--sample-length": arguments.sample_length, "--preset": "inf-nvme",
     }  # fmt: skip
-    command = [sys.executable, "-m", "zinf", "train", *(str(word) for flag in flags.items() for word in flag)]
-    summary = subprocess.run(command, check=True, capture_output=True, text=True)
-    (arguments.out / "summary.txt").write_text(summary.stdout)
-    (arguments.out / "progress.txt").write_text(summary.stderr)
-    subprocess.run(
-        [sys.executable, "-m", "zinf", "export", str(arguments.out / "run"), str(arguments.out / "exported")],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    peaks = {}
+    for name, words in (
+        ("train", [word for flag in flags.items() for word in flag]),
+        ("export", [arguments.out / "run", arguments.out / "exported"]),
+    ):
+        command = [sys.executable, "-m", "zinf", name, *map(str, words)]
+        output, peaks[name] = run(command, arguments.limit)
+        (arguments.out / f"{name}.txt").write_text(output)
+    (arguments.out / "peaks.json").write_text(json.dumps(peaks))
+
+
+def run(command: list[str], limit: str | None) -> tuple[str, int | None]:
+    """What it printed, and the most memory that its cgroup held, in bytes; None without a limit."""
+    if limit is None:
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, None
+    outcome = run_inside(parse_size(limit), command, timeout=3600)
+    if outcome.status:
+        killed = ", killed for want of memory" if outcome.killed else ""
+        raise SystemExit(f"{' '.join(command)}: status {outcome.status}{killed}\n{outcome.errors}")
+    return outcome.output, outcome.peak
 
 
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -94,28 +111,35 @@ def compare(arguments: argparse.Namespace) -> dict:
     records = [json.loads(line) for line in lines]
     ours = [record["loss"] for record in records]
     losses, seconds = plain(task, arguments)
-    summary = (arguments.out / "summary.txt").read_text()
+    summary = (arguments.out / "train.txt").read_text()
+    before, after = map(float, re.search(r"loss: (\S+) before, (\S+) after", summary).groups())
+    moved = [record["report"]["bytes"] for record in records]
     return {
+        "settings": settings(arguments),
         "parameters": task.numel,
-        "dtype": arguments.dtype,
-        "tokens_per_step": arguments.batch * arguments.seq,
+        "cgroup_peak_bytes": json.loads((arguments.out / "peaks.json").read_text()),
         "losses": {"zinf": ours, "plain": losses},
         "largest_relative_difference": max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)),
         "validation": {
-            "zinf": summary.splitlines()[0],
+            "zinf": {"before": before, "after": after},
             "plain_before": validation_loss(arguments.model, task, arguments),
             "exported_in_transformers": validation_loss(arguments.out / "exported", task, arguments),
         },
+        "sample": summary[summary.index("Sample") : summary.index("Model states")].splitlines()[1:-1],
         "median_seconds_per_step": {
             "zinf": statistics.median(record["seconds"] for record in records[1:]),
             "plain": statistics.median(seconds[1:]),
         },
-        "nvme_bytes_per_step": {key: records[-1]["report"]["bytes"][key] for key in ("nvme_read", "nvme_written")},
+        "bytes_a_parameter": {
+            way: statistics.median(nbytes[f"nvme_{way}"] for nbytes in moved) / task.numel
+            for way in ("read", "written")
+        },
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", help="memory for training and export, as 1GiB")
     parser.add_argument("--model", type=Path, required=True, help="a directory in Hugging Face's layout")
     parser.add_argument("--data", default="builtin")
     parser.add_argument("--out", type=Path, required=True, help="a folder on the drive")
@@ -126,12 +150,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--sample-length", type=int, default=24)
     parser.add_argument("--only", choices=["zinf", "plain"])
+    parser.add_argument("--json", type=Path, help="also write the record into this file")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.only != "plain":
         offloaded(arguments)
     if arguments.only != "zinf":
-        print(json.dumps(compare(arguments), indent=2))
+        put(compare(arguments), arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from typing import Any
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without where it is done and how."""
-    return {key: value for key, value in vars(given).items() if key not in ("json", "nvme", "inside")}
+    places = ("json", "nvme", "out", "inside")
+    return {key: _plain(value) for key, value in vars(given).items() if key not in places}
+
+
+def _plain(value: Any) -> Any:
+    """Of a path its name alone: the rest is this machine's."""
+    return value.name if isinstance(value, Path) else value
 
 
 def put(found: dict[str, Any], path: Path | None) -> None:

@@ -5,11 +5,13 @@ The model is a small Llama with random weights; the comparison is plain torch wi
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from torch.nn import functional as F
 
 import zinf
 from zinf.cli import main
+from zinf.models import widened_linear
+from zinf.training import activation_memory, head_loss
 from zinf.training.text_source import read_text
 from zinf.training.token_data import TokenData, training_batch, validation_batches
 
@@ -171,6 +175,77 @@ def test_a_resumed_run_is_the_run_that_never_stopped(fine_tuned, model_dir, text
 def test_the_way_it_runs_changes_no_number(fine_tuned, model_dir, text_file, tmp_path):
     train(tmp_path / "out", model_dir, text_file, "--preset", "zero3", "--overlap-optimizer", "false")
     assert losses(tmp_path / "out") == losses(fine_tuned[0])
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_bf16_layers_multiply_in_fp32_where_that_is_faster_and_round_once(tiles, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 8, bias=False)).bfloat16()
+    expected, x = copy.deepcopy(plain).float(), torch.randn(6, 24).bfloat16()
+    widened_linear.widen_linear_layers(plain)
+    zinf.tiled(plain[0], tiles)
+    model = zinf.shard(plain, zinf.Config())
+    first = expected[0](x.float()).bfloat16()
+    second = expected[1](first.float()).bfloat16()
+    found = model(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, second)
+    found.square().sum().backward()
+    second.square().sum().backward()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(param.grad.float(), other.grad, rtol=0.01, atol=0.01 * other.grad.abs().max())
+
+
+def test_checkpointed_blocks_change_no_number(fine_tuned, model_dir, text_file, tmp_path):
+    train(tmp_path / "out", model_dir, text_file, "--activations", "nvme")
+    assert losses(tmp_path / "out") == losses(fine_tuned[0])
+
+
+def test_large_logits_are_never_made(fine_tuned, model_dir, text_file, tmp_path, monkeypatch):
+    """The head gives the loss instead: the same to rounding, from validation to the last step."""
+    monkeypatch.setattr(head_loss, "_LARGE_LOGITS", 0)
+    shapes = []
+
+    def cross_entropy(hidden, head, targets):
+        shapes.append(tuple(hidden.shape))
+        return zinf_cross_entropy(hidden, head, targets)
+
+    zinf_cross_entropy = zinf.cross_entropy
+    monkeypatch.setattr(zinf, "cross_entropy", cross_entropy)
+    found = train(tmp_path / "out", model_dir, text_file)
+    assert shapes == [(BATCH, SEQ, 32)] * (2 + STEPS + 2)
+    assert losses(tmp_path / "out") == pytest.approx(losses(fine_tuned[0]), rel=1e-5)
+    assert printed_losses(found) == pytest.approx(printed_losses(fine_tuned[1]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("cap", "wanted"), [(None, True), (5.0, False)])
+def test_logits_that_the_model_changes_behind_its_head_are_made(cap, wanted, monkeypatch):
+    monkeypatch.setattr(head_loss, "_LARGE_LOGITS", 0)
+    config = transformers.Gemma2Config(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=cap,
+    )  # fmt: skip
+    model = zinf.shard(transformers.Gemma2ForCausalLM(config), zinf.Config(dtype=torch.float32))
+    tokens = torch.arange(8).view(2, 4)
+    assert head_loss.HeadLoss(model).wanted(tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "expected"),
+    [(None, 10**9, None), (None, 10**6, "nvme"), ("none", 10**6, None), ("cpu", 10**9, "cpu")],
+)
+def test_blocks_are_checkpointed_where_their_activations_would_not_fit(asked, free, expected, model_dir, monkeypatch):
+    from zinf.training.hugging_face import HuggingFaceModel  # which needs transformers
+
+    monkeypatch.setattr(activation_memory, "available_memory", lambda: free)
+    task = HuggingFaceModel(model_dir, "builtin", seq=SEQ)
+    assert (task.layers, task.hidden) == (3, 32)
+    settings = SimpleNamespace(activations=asked, batch=64, seq=SEQ, accumulate=1, preset="inf-nvme")
+    ranks = SimpleNamespace(count=1, device=torch.device("cpu"))
+    assert activation_memory.activations_tier(settings, task, ranks) == expected
+    settings.accumulate = 64  # a sequence at a time
+    assert activation_memory.activations_tier(settings, task, ranks) == (expected if asked else None)
 
 
 def test_conversations_are_learnt_through_the_chat_template(model_dir, tmp_path):

@@ -25,6 +25,7 @@ from . import checkpoint_files, unit_states
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord, tiles_by_name
 from .companion_files import from_tensors, read_companions, write_companions
 from .errors import CheckpointError
+from .hub_names import names_in_model
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .read_ahead import ReadAhead, Stretch, as_elements
 from .safetensors_file import Entry, SafetensorsFile, header
@@ -212,7 +213,8 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
     """Load safetensors (one file, or several with an index) into a zinf model, streamed. Collective.
 
     Each rank reads only what it keeps; elements are converted to the master's dtype. A name that is tied to one
-    that is there may be missing. `strict`: else names must agree, or RuntimeError lists them; a shape that differs
+    that is there may be missing; one that lacks the model's `base_model_prefix`, or has it for nothing, is found as
+    transformers finds it. `strict`: else names must agree, or RuntimeError lists them; a shape that differs
     is always a RuntimeError, and nothing is loaded then. Optimizer moments stay; a pending update is settled first.
     CheckpointError for a file that is damaged. Returns (missing_keys, unexpected_keys).
     """
@@ -223,7 +225,7 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
     if engine.optimizer is not None:
         engine.optimizer.settle()
     with contextlib.ExitStack() as stack:
-        folder = _Folder(Path(dir), stack, _aliases(model))
+        folder = _Folder(Path(dir), stack, model)
         entries, result = zero3_full_state.compare(model, folder, strict)
         sources = _sources(entries, folder)
         whole = [unit for unit in machinery.units if all(slot in sources for slot in unit.slots)]
@@ -293,45 +295,45 @@ def _aliases(model: nn.Module) -> list[list[str]]:
 
 
 class _Folder:
-    """All tensors of a folder's safetensors files, by name; a tied name stands for its twin.
+    """All tensors of a folder's safetensors files, by their names in the model; a tied name stands for its twin.
 
     ahead   reads their elements
     """
 
     ahead: ReadAhead
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, aliases: list[list[str]]):
-        self._files: dict[str, SafetensorsFile] = {}
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, model: nn.Module):
+        stored: dict[str, SafetensorsFile] = {}
         opened: dict[str, SafetensorsFile] = {}
         for name, file in _weight_map(folder):
             if file not in opened:
                 opened[file] = stack.enter_context(SafetensorsFile(folder / file))
             if name not in opened[file].names:
                 raise CheckpointError(f"{folder / file} lacks {name!r}, which the index places there")
-            self._files[name] = opened[file]
-        self._stands_for: dict[str, str] = {}
-        for group in aliases:
-            present = [name for name in group if name in self._files]
-            for name in group if present else []:
-                if name not in self._files:
-                    self._stands_for[name] = present[0]
-        self.names = [*self._files, *self._stands_for]
+            stored[name] = opened[file]
+        own = zero3_full_state.state_dict(model).keys()
+        names = names_in_model(model, own, stored)
+        self._places = {name: (stored[stored_name], stored_name) for name, stored_name in names.items()}
+        for group in _aliases(model):
+            present = [name for name in group if name in self._places]
+            self._places |= {name: self._places[present[0]] for name in group if present and name not in self._places}
+        self.names = list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        name = self._stands_for.get(name, name)
-        return self._files[name].shape(name)
+        file, stored_name = self._places[name]
+        return file.shape(stored_name)
 
     def stretch(self, name: str, start: int, stop: int) -> Stretch:
-        name = self._stands_for.get(name, name)
-        return self._files[name].stretch(name, start, stop)
+        file, stored_name = self._places[name]
+        return file.stretch(stored_name, start, stop)
 
     def flat_part(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) in row-major order; valid until the next ones."""
         if start >= stop:
             return torch.empty(0)
         content, _ = self.ahead.get(self.stretch(name, start, stop))
-        name = self._stands_for.get(name, name)
-        return as_elements(content, self._files[name].dtype(name))
+        file, stored_name = self._places[name]
+        return as_elements(content, file.dtype(stored_name))
 
 
 def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:

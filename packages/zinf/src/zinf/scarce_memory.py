@@ -40,4 +40,5 @@ def spare_memory_if_scarce() -> None:
         return
     for parameter, value in ((_M_MMAP_THRESHOLD, _BLOCK), (_M_TRIM_THRESHOLD, _BLOCK), (_M_ARENA_MAX, 2)):
         mallopt(parameter, value)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back too: tokenizing a text leaves tens of MB
     log.info("memory is scarce: freed blocks of 1 MiB and more go back to the system at once")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from zinf.cli.command_group import BadInput
+from zinf.config import TIERS
 from zinf.models.model_names import BUILTIN_MODEL
 from zinf.training.faults import CannotStart, describe
 from zinf.training.loop import train as run_training
@@ -87,6 +88,12 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--resident", default="0", metavar="SIZE", help="Bytes of units kept in host memory though placed on NVMe."
+)
+@click.option(
+    "--activations",
+    default=None,
+    type=click.Choice([*TIERS, "none"]),
+    help="Checkpoint every block, its input waiting there; none: keep all.  [default: only where they would not fit]",
 )
 @click.option("--prefetch/--no-prefetch", default=True, help="Fetch units ahead of their use.")
 @click.option(

@@ -9,12 +9,13 @@ the narrow weight.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -44,6 +45,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     products = over_tiles(weight, lambda start, stop, tile: _WidenedProduct.apply(x, tile))
     product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     return product if bias is None else product + bias.to(x.dtype)
+
+
+def widen_linear_layers(module: nn.Module) -> None:
+    """Every `nn.Linear` in `module` multiplies in `compute_dtype`; its output is rounded to the dtype of its input.
+
+    That is what bf16 hardware does, which adds up in fp32 too.
+    """
+    for child in module.modules():
+        if type(child) is nn.Linear:
+            child.forward = functools.partial(_layer_forward, child)  # type: ignore[method-assign]
+
+
+def _layer_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    dtype = compute_dtype(x.device, layer.weight.dtype)
+    if dtype == layer.weight.dtype:
+        return F.linear(x, layer.weight, layer.bias)
+    return linear(x.to(dtype), layer.weight, layer.bias).to(x.dtype)
 
 
 class _WidenedProduct(torch.autograd.Function):

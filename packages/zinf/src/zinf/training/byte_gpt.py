@@ -27,6 +27,7 @@ class ByteGPT:
             raise ValueError(f"text is read as bytes, which needs vocab >= {BYTE_VOCAB}, not {self._config.vocab}")
         self.identity = name
         self.numel = self._config.numel
+        self.layers, self.hidden = self._config.layers, self._config.hidden
         self.data = TokenData.from_tokens(np.frombuffer(read_text(source), dtype=np.uint8))
 
     def build(self) -> nn.Module:

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zinf.errors import CheckpointError
+from zinf.models.widened_linear import widen_linear_layers
 from zinf.safetensors_stream import load_pretrained
 from zinf.training.faults import CannotStart, describe
+from zinf.training.head_loss import HeadLoss
 from zinf.training.text_source import Messages, read_documents
 from zinf.training.token_data import TokenData
 
@@ -47,6 +49,8 @@ class HuggingFaceModel:
         _check_positions(self._config, directory, seq)
         self._tokenizer = _read_tokenizer(directory)
         self.numel, embeddings = _measure(self._config, directory)
+        sizes = self._config.get_text_config()
+        self.layers, self.hidden = (getattr(sizes, name, 0) for name in ("num_hidden_layers", "hidden_size"))
         self.vocab = len(self._tokenizer)
         if self.vocab > embeddings:
             raise ValueError(f"{directory}: the tokenizer has {self.vocab} tokens, the model {embeddings} embeddings")
@@ -58,6 +62,8 @@ class HuggingFaceModel:
         with no_init_weights():  # all values come from the directory or from a checkpoint: drawing them takes long
             model = transformers.AutoModelForCausalLM.from_config(self._config)
         model.tie_weights()  # which is left out with the drawing
+        widen_linear_layers(model)
+        self._head_loss = HeadLoss(model)
         return model
 
     def load_weights(self, model: nn.Module) -> None:
@@ -67,6 +73,8 @@ class HuggingFaceModel:
             raise CannotStart(f"{self._directory}: {describe(error)}") from error
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self._head_loss.wanted(tokens):
+            return self._head_loss(tokens, targets)
         logits = model(input_ids=tokens, use_cache=False).logits
         # In float32 whatever the parameters are: a bf16 sum over the vocabulary would lose the small terms.
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zinf
 from zinf.checkpoint_files import checkpoints
 from zinf.errors import ZinfError
+from zinf.training.activation_memory import activations_tier
 from zinf.training.drive_space import check_space
 from zinf.training.faults import CannotStart, describe
 from zinf.training.ranks import Ranks
@@ -70,7 +71,7 @@ def prepare(settings: TrainSettings, inputs: Inputs, ranks: Ranks) -> Run:
     """
     try:
         torch.manual_seed(settings.seed)
-        with zinf.init(_zinf_config(settings)):
+        with zinf.init(_zinf_config(settings, inputs.task, ranks)):
             model = inputs.task.build()
         optimizer = zinf.AdamW(
             [
@@ -108,8 +109,12 @@ def _read_inputs(settings: TrainSettings, ranks: Ranks) -> Inputs:
     return Inputs(task, validation_batches(task.data, batches=settings.validation_batches, **sizes))
 
 
-def _zinf_config(settings: TrainSettings) -> zinf.Config:
-    changes: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "prefetch": settings.prefetch}
+def _zinf_config(settings: TrainSettings, task: Task, ranks: Ranks) -> zinf.Config:
+    changes: dict[str, Any] = {
+        "dtype": DTYPES[settings.dtype],
+        "prefetch": settings.prefetch,
+        "activations": activations_tier(settings, task, ranks),
+    }
     if settings.dtype == "fp16":
         changes["loss_scale"] = "dynamic"
     for name in ("host_memory", "device_memory", "resident", "overlap_optimizer"):

@@ -35,6 +35,7 @@ class TrainSettings:
     host_memory: str | None
     device_memory: str | None
     resident: str | None
+    activations: str | None  # a tier, or "none"; None: checkpointed where they would not fit
     prefetch: bool
     overlap_optimizer: str | bool | None  # None: zinf.Config's own default
     out: Path

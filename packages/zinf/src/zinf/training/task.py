@@ -21,6 +21,8 @@ class Task(Protocol):
 
     identity: str  # the same for models whose checkpoints fit one another, and for no others
     numel: int  # parameters, each counted once
+    layers: int  # blocks; 0 where nobody knows
+    hidden: int  # width of what a block gives to the next
     data: TokenData
     vocab: int  # tokens that mean something: those from 0 to vocab - 1
     unit: str  # what a token is: "byte" or "token"
