@@ -5,7 +5,10 @@ the store knows where shards lie. The order of a gather is always
 
     start_read    SHARDED → READING     the own slice of a pool buffer is filled from the tier
     start_gather  → STAGED → GATHERING  the read is waited for; the other ranks' slices are on their way
-    finish_gather → READY               the parameters become views of the buffer
+    finish_gather → READY               the values are there
+
+Then the parameters become views of the buffer (`show`), except where backward alone needs the unit: it uses what
+autograd saved (saved_views.py), and few look at a parameter itself there.
 """
 
 from __future__ import annotations
@@ -156,12 +159,11 @@ class PartitionedModel:
                 and getattr(self.store, "plain_gradients", False)
                 and all(slot.tile is None for slot in unit.slots)
             )
-            for slot in unit.slots:
-                view = slot.view_of(resident)
-                if unit.plain:
-                    parameter_forms.present_piece(slot, view, None)
-                else:
-                    parameter_forms.gather(slot, view)
+            if unit.plain:
+                for slot in unit.slots:
+                    parameter_forms.present_piece(slot, slot.view_of(resident), None)
+            else:
+                self.show_resident(unit)
             self.gradients.watch(unit)
 
     def retire(self, unit: Unit) -> None:
@@ -205,7 +207,7 @@ class PartitionedModel:
         move_param(unit, ParamState.GATHERING)
 
     def finish_gather(self, unit: Unit) -> None:
-        """GATHERING → READY: the parameters are usable. Harmless when they are already."""
+        """GATHERING → READY: the values are there. Harmless when they are already."""
         if unit.state is ParamState.READY:
             return
         if unit.pending is not None:
@@ -214,12 +216,17 @@ class PartitionedModel:
             unit.pending = None
         if unit.buffer is not None:
             self._ready[unit.buffer.address] = unit
-            _, views = unit.buffer.laid_out(unit.layout)
-            for slot, view in zip(unit.slots, views, strict=True):
-                parameter_forms.gather(slot, view)
         if unit.unwatched:
             self.gradients.watch(unit)
         move_param(unit, ParamState.READY)
+
+    def show(self, unit: Unit) -> None:
+        """The parameters of a READY unit become views of its buffer. Harmless when they are already."""
+        if unit.buffer is not None and not unit.shown:
+            _, views = unit.buffer.laid_out(unit.layout)
+            unit.shown = None
+            parameter_forms.gather(unit.slots, views)
+            unit.shown = True
 
     def release(self, unit: Unit, force: bool = False) -> None:
         """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
@@ -231,14 +238,17 @@ class PartitionedModel:
         self._noticed.pop(unit, None)
         self._in_backward.pop(unit, None)
         if unit.buffer is not None:
-            self.collect_changes(unit)
+            if unit.shown is not False:
+                self.collect_changes(unit)
             self._drop_buffer(unit)
         move_param(unit, ParamState.SHARDED)
 
     def _drop_buffer(self, unit: Unit) -> None:
-        del self._ready[unit.buffer.address]
-        for slot in unit.slots:
-            parameter_forms.release(slot)
+        self._ready.pop(unit.buffer.address, None)
+        if unit.shown is not False:
+            unit.shown = None
+            parameter_forms.release(unit.slots)
+            unit.shown = False
         unit.flat = None
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
@@ -306,6 +316,7 @@ class PartitionedModel:
         unit.holds += 1
         try:
             self.scheduler.needs(unit, phase)
+            self.show(unit)
             yield
         finally:
             unit.holds -= 1
@@ -320,6 +331,13 @@ class PartitionedModel:
             unit.holds += 1
         for unit in units:
             self.scheduler.needs(unit, "forward")
+            self.show(unit)
+
+    def access(self, unit: Unit) -> None:
+        """Somebody wants the parameters themselves, outside of forward and backward."""
+        if unit.state is not ParamState.READY:
+            self.scheduler.needs(unit, "access")
+        self.show(unit)
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
@@ -346,6 +364,7 @@ class PartitionedModel:
                 self.forget_noticed({unit, *beside}, _NOTICED_UNITS)
         elif unit in self._noticed:
             self._noticed.move_to_end(unit)
+        self.show(unit)
 
     def forget_noticed(self, keep: Iterable[Unit] = (), limit: int = 0) -> None:
         """Let go of all but `limit` of the units that are gathered only because they were touched."""
@@ -451,14 +470,12 @@ class PartitionedModel:
         """The shard is out of date until an update that is owed has run: any look at a parameter must gather."""
         self.release(unit, force=True)
         if unit.permanent:
-            for slot in unit.slots:
-                parameter_forms.release(slot)
+            parameter_forms.release(unit.slots)
 
-    def show(self, unit: Unit) -> None:
+    def show_resident(self, unit: Unit) -> None:
         """A resident unit is up to date: its parameters are views of the shard again."""
         if unit.permanent:
-            for slot in unit.slots:
-                parameter_forms.gather(slot, slot.view_of(unit.flat))
+            parameter_forms.gather(unit.slots, [slot.view_of(unit.flat) for slot in unit.slots])
 
     def abort(self) -> None:
         """If an exception has ended a backward: what it had gathered goes, what is in flight comes to rest."""

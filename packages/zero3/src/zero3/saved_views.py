@@ -38,14 +38,13 @@ class SavedView:
     raise nothing out of there, and a backward destroys two dozen of these a block.
     """
 
-    __slots__ = ("changes", "mark", "offset", "size", "slot", "stride", "unit")
+    __slots__ = ("changes", "mark", "place", "slot", "unit")
 
     def __init__(self, unit: Unit, view: Tensor):
         self.unit = unit
-        self.offset = view.storage_offset() - unit.flat.storage_offset()
-        self.size = view.shape
-        self.stride = view.stride()
-        self.slot = slot = unit.slot_at(self.offset)
+        offset = view.storage_offset() - unit.flat.storage_offset()
+        self.place = place = unit.layout.place(offset, view.shape, view.stride())
+        self.slot = slot = unit.slots[place.index]
         if slot.touched is not None:
             unit.model.collect_changes(unit, watch=True)
         self.changes = changes_of(slot)
@@ -60,8 +59,7 @@ class SavedView:
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
         unit.model.needed_by_backward(unit)
-        flat: Tensor = unit.flat
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        return unit.buffer.at(self.place, unit.layout)
 
 
 class HookPair:

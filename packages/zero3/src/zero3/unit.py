@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +111,10 @@ class Unit:
     layout, wire_layout   of the parameters in a flat buffer, in these two dtypes
     master_dtype  of the shard that the optimizer updates, and of its gradient
     numel         elements of all parameters together, without padding
+    shard_numel, padded_numel   elements of this rank's shard, and of the flat buffer
+    nbytes        bytes of the unit when gathered
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
+    shown         whether the parameters are views of `buffer`; None: some may be (interrupted on the way)
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
     saved_views   how many views of it autograd keeps for a backward to come: all that hold `saved_mark`
@@ -141,6 +143,8 @@ class Unit:
         self.rank = model.shard_rank
         self._offsets, self.flat_numel = offsets_of(param.numel() for param, _ in params)
         self.partition = Partition.of(self.flat_numel, model.shard_ranks, shard_multiple)
+        self.shard_numel, self.padded_numel = self.partition.shard_numel, self.partition.padded_numel
+        self.nbytes = self.padded_numel * dtype.itemsize
         self.slots = [
             ParamSlot(self, i, param, names, offset)
             for i, ((param, names), offset) in enumerate(zip(params, self._offsets, strict=True))
@@ -152,6 +156,7 @@ class Unit:
         self.numel = sum(slot.numel for slot in self.slots)
         self.flat: Any = None  # a Tensor while gathered
         self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
+        self.shown: bool | None = False
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
@@ -177,30 +182,15 @@ class Unit:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"
 
     @property
-    def shard_numel(self) -> int:
-        return self.partition.shard_numel
-
-    @property
-    def padded_numel(self) -> int:
-        return self.partition.padded_numel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the unit when gathered."""
-        return self.padded_numel * self.dtype.itemsize
-
-    @property
     def trainable(self) -> bool:
         return any(slot.param.requires_grad for slot in self.slots)
 
-    def slot_at(self, offset: int) -> ParamSlot:
-        """The parameter to which element `offset` of the flat buffer belongs."""
-        return self.slots[bisect_right(self._offsets, offset) - 1]
-
     def own_slice(self, flat: Tensor) -> Tensor:
         """This rank's shard within `flat`."""
+        if self.shard_numel == self.padded_numel:
+            return flat
         start, stop = self.partition.bounds(self.rank)
-        return flat[start:stop] if stop - start < self.padded_numel else flat
+        return flat[start:stop]
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Zero what belongs to no parameter in `flat` (padded_numel,)."""
