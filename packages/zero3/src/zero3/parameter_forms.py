@@ -227,20 +227,20 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def release(slots: Iterable[ParamSlot]) -> None:
     """Give the parameters their placeholders."""
-    for slot in slots:
-        param = slot.param
-        if type(param) is not Gathered:  # a step that raised may have left a piece behind
-            param.__class__ = Gathered
-        param._zero3_data = slot.placeholder
-        param.__class__ = Released
+    with without_noticing():
+        for slot in slots:
+            param = slot.param
+            param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
+            param._zero3_data = slot.placeholder
 
 
 def gather(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:
     """Make each parameter its view (its full shape, the unit's dtype)."""
-    for slot, view in zip(slots, views, strict=True):
-        param = slot.param
-        param.__class__ = Gathered  # first: this class may be given data without anybody noticing
-        param._zero3_data = view
+    with without_noticing():
+        for slot, view in zip(slots, views, strict=True):
+            param = slot.param
+            param._zero3_data = view
+            param.__class__ = Gathered  # last, for the same reason as in release
 
 
 def mark_changed(slot: ParamSlot) -> None:

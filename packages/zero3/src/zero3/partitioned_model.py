@@ -97,7 +97,7 @@ class PartitionedModel:
         self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
         self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
-        self._ready: dict[int, Unit] = {}  # storage address -> unit gathered there
+        self.gathered_at: dict[int, Unit] = {}  # address of a buffer's storage -> unit that is READY there
         self._backward_task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -215,7 +215,7 @@ class PartitionedModel:
                 unit.pending()
             unit.pending = None
         if unit.buffer is not None:
-            self._ready[unit.buffer.address] = unit
+            self.gathered_at[unit.buffer.address] = unit
         if unit.unwatched:
             self.gradients.watch(unit)
         move_param(unit, ParamState.READY)
@@ -244,7 +244,7 @@ class PartitionedModel:
         move_param(unit, ParamState.SHARDED)
 
     def _drop_buffer(self, unit: Unit) -> None:
-        self._ready.pop(unit.buffer.address, None)
+        self.gathered_at.pop(unit.buffer.address, None)
         if unit.shown is not False:
             unit.shown = None
             parameter_forms.release(unit.slots)
@@ -258,9 +258,11 @@ class PartitionedModel:
 
         `watch`: whoever got hold of the memory may write again.
         """
-        for slot in unit.slots:
+        with parameter_forms.without_noticing():  # also spares torch the look whether it should
+            concerned = [slot for slot in unit.slots if slot.touched is not None or slot.param._version != slot.version]
+        for slot in concerned:
             handed_out = slot.touched is not None
-            if (handed_out or slot.param._version != slot.version) and parameter_forms.changed(slot):
+            if parameter_forms.changed(slot):
                 self.write_back(slot)
             if watch and handed_out:
                 parameter_forms.touch(slot)
@@ -421,14 +423,6 @@ class PartitionedModel:
                 self.scheduler.done_with(unit, "backward")
         self.forget_noticed()
         self.scheduler.backward_ended()
-
-    def unit_of_memory(self, tensor: Tensor) -> Unit | None:
-        """The gathered unit that `tensor` is a view of, if it is one and can be rebuilt."""
-        try:
-            unit = self._ready.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # a sparse tensor, or a wrapper around others: no view of anything
-            return None
-        return unit if unit is not None and tensor.dtype == unit.dtype else None
 
     # -- borders ---------------------------------------------------------------------------------------------
 

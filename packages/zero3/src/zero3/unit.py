@@ -30,13 +30,14 @@ class ParamSlot:
     names         every name under which the model has it (several when it is tied)
     offset        where it starts in the unit's flat buffer, in elements
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
+    place         the same of the gathered parameter, in the unit's layout
     has_grad      the reduced gradient holds something for it
     changes       how often its values were changed, as far as that was collected
     """
 
     __slots__ = (
-        "_accumulator", "_strides", "changes", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
-        "shape", "start", "stop", "touched", "unit", "version",
+        "_accumulator", "changes", "has_grad", "index", "names", "numel", "offset", "param", "place",
+        "placeholder", "shape", "start", "stop", "strides", "touched", "unit", "version",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, param: Tensor, names: Sequence[str], offset: int):
@@ -46,9 +47,10 @@ class ParamSlot:
         self.names = tuple(names)
         self.shape = param.shape
         self.numel = param.numel()
-        self._strides = torch.empty(self.shape, device="meta").stride()
+        self.strides = torch.empty(self.shape, device="meta").stride()
         self.offset = offset
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
+        self.place: Any = None  # a Place, once the unit has a layout
         self.placeholder = placeholder(unit.dtype, unit.device).expand(self.shape)
         self.has_grad = False
         self.changes = 0
@@ -100,7 +102,7 @@ class ParamSlot:
 
     def view_of(self, flat: Tensor) -> Tensor:
         """View of the whole parameter in `flat` (padded_numel,)."""
-        return flat.as_strided(self.shape, self._strides, flat.storage_offset() + self.offset)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
 
 
 class Unit:
@@ -151,6 +153,8 @@ class Unit:
         ]
         self.wire_dtype = model.settings.reduce_dtype or dtype
         self.layout, self.wire_layout = self._layout_in(dtype), self._layout_in(self.wire_dtype)
+        for slot in self.slots:
+            slot.place = self.layout.place(slot.offset, slot.shape, slot.strides)
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
