@@ -502,6 +502,37 @@ def test_sparse_gradients_are_refused():
         model.loss(model.data(0)).backward()
 
 
+class NoBiasGradient(torch.autograd.Function):
+    """A linear layer whose author gives no gradient for the bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, None
+
+
+class Biased(Regression):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return NoBiasGradient.apply(x, self.layer.weight, self.layer.bias)
+
+
+def test_a_function_that_gives_no_gradient_for_one_of_a_units_parameters():
+    plain, model = pair(Biased, store=DistantStore())
+    for one in (plain, model):
+        one.loss(one.data(0)).backward()
+    assert_same(full_gradients(model), gradients_of(plain))
+    assert zero3.missing_grads(model) == ["layer.bias"]
+
+
 def test_a_gradient_that_is_kept_past_zero_grad_stays_and_others_give_their_memory_on():
     model = zero3.shard(Perceptron(), store=DistantStore(), unit_size=1)
 

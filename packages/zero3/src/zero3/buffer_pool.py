@@ -8,8 +8,9 @@ tensors share the storage; a buffer with an unknown user is retired until that u
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,18 +27,46 @@ _RETIRED_WARNING_BYTES = 256 << 20
 class Layout:
     """How tensors lie in one flat buffer of `numel` elements.
 
-    tensors   (shape, offset in elements) of each
+    tensors   (shape, offset in elements) of each, in the order of their offsets
+    places    those that were asked for, as far as they are kept
     """
 
     dtype: torch.dtype
     numel: int
     tensors: tuple[tuple[torch.Size, int], ...]
+    places: dict[tuple, Place] = field(default_factory=dict)
 
     @staticmethod
     @functools.cache
     def of(dtype: torch.dtype, numel: int, tensors: tuple[tuple[torch.Size, int], ...]) -> Layout:
         """Equal arguments give the same object: equal units share what a buffer keeps for a layout."""
         return Layout(dtype, numel, tensors)
+
+    def place(self, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Place:
+        """The place of a view that begins at element `offset`."""
+        key = offset, size, stride
+        place = self.places.get(key)
+        if place is None:
+            index = bisect_right(self.tensors, offset, key=lambda tensor: tensor[1]) - 1
+            # Of a part there may be ever new ones (the first T rows, for many T): only whole tensors are kept.
+            whole = size.numel() == self.tensors[index][0].numel()
+            place = Place(index, offset, size, stride, whole)
+            if whole:
+                self.places[key] = place
+        return place
+
+
+class Place:
+    """Where a view lies in any buffer of a layout.
+
+    index   of the tensor that it begins in
+    kept    whether this object stands for all equal ones
+    """
+
+    __slots__ = ("index", "kept", "offset", "size", "stride")
+
+    def __init__(self, index: int, offset: int, size: torch.Size, stride: tuple[int, ...], kept: bool):
+        self.index, self.offset, self.size, self.stride, self.kept = index, offset, size, stride, kept
 
 
 class PooledBuffer:
@@ -47,7 +76,7 @@ class PooledBuffer:
     address   of its storage object, as `untyped_storage()._cdata` of any view of it tells
     """
 
-    __slots__ = ("_laid_out", "_own_uses", "_storage", "address", "nbytes", "storage", "users")
+    __slots__ = ("_laid_out", "_own_uses", "_placed", "_storage", "address", "nbytes", "storage", "users")
 
     def __init__(self, storage: Tensor):
         self.storage = storage
@@ -55,6 +84,7 @@ class PooledBuffer:
         self._storage = storage.untyped_storage()
         self.address = self._storage._cdata
         self._laid_out: dict[Layout, tuple[Tensor, list[Tensor]]] = {}
+        self._placed: dict[Place, Tensor] = {}
         self._own_uses = self._uses()
         self.users = ""  # who took it last, for messages
 
@@ -83,6 +113,18 @@ class PooledBuffer:
             self._own_uses += 1 + len(views)
         return known
 
+    def at(self, place: Place, layout: Layout) -> Tensor:
+        """The view at a place of `layout`. Those of whole tensors stay with the buffer too."""
+        view = self._placed.get(place)
+        if view is None:
+            flat, _ = self.laid_out(layout)
+            with torch.inference_mode(False):
+                view = flat.as_strided(place.size, place.stride, flat.storage_offset() + place.offset)
+            if place.kept:
+                self._placed[place] = view
+                self._own_uses += 1
+        return view
+
 
 class BufferPool:
     """Flat buffers of any size, kept for reuse.
@@ -103,10 +145,10 @@ class BufferPool:
 
     def take(self, nbytes: int, user: str = "") -> PooledBuffer:
         """A buffer of at least `nbytes` bytes with arbitrary contents."""
-        self._reclaim()
-        fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= max(2 * nbytes, nbytes + 65536)]
-        if fitting:
-            buffer = min(fitting, key=lambda candidate: candidate.nbytes)
+        if self._retired:
+            self._reclaim()
+        buffer = self._best_fit(nbytes)
+        if buffer is not None:
             self._free.remove(buffer)
         else:
             self._make_room(nbytes)
@@ -114,8 +156,19 @@ class BufferPool:
             self.nbytes += buffer.nbytes
         buffer.users = user
         self.in_use += buffer.nbytes
-        self.peak_in_use = max(self.peak_in_use, self.in_use)
+        if self.in_use > self.peak_in_use:
+            self.peak_in_use = self.in_use
         return buffer
+
+    def _best_fit(self, nbytes: int) -> PooledBuffer | None:
+        """The smallest free buffer that fits without much waste."""
+        best, best_nbytes = None, max(2 * nbytes, nbytes + 65536) + 1
+        for buffer in self._free:
+            if nbytes <= buffer.nbytes < best_nbytes:
+                best, best_nbytes = buffer, buffer.nbytes
+                if best_nbytes == nbytes:
+                    break
+        return best
 
     def give_back(self, buffer: PooledBuffer) -> None:
         """Return a buffer; all of the taker's own tensors on it must be gone."""
@@ -131,9 +184,8 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in self._retired)
 
     def _reclaim(self) -> None:
-        if self._retired:
-            self._free += [buffer for buffer in self._retired if not buffer.viewed_elsewhere()]
-            self._retired = [buffer for buffer in self._retired if buffer.viewed_elsewhere()]
+        self._free += [buffer for buffer in self._retired if not buffer.viewed_elsewhere()]
+        self._retired = [buffer for buffer in self._retired if buffer.viewed_elsewhere()]
 
     def _make_room(self, nbytes: int) -> None:
         """Let go of free buffers that fit nobody, so that odd sizes do not pile up."""

@@ -29,8 +29,7 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
     for unit in units:
         unit.model.border()
         unit.holds += 1
-        if unit.state.name != "READY":
-            unit.model.scheduler.needs(unit, "access")
+        unit.model.access(unit)
     before = {unit: _snapshot(unit) for unit in units}
     for slot in slots:
         parameter_forms.changed(slot)  # count from here

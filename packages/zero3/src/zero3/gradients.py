@@ -21,7 +21,7 @@ from . import collectives, unit_state
 from .errors import UnsupportedError
 from .first_rank_log import first_rank_logger
 from .own_hook import OwnHook
-from .parameter_forms import ShardGradient, take_raw_grad, without_noticing
+from .parameter_forms import ShardGradient, take_raw_grads, without_noticing
 from .unit_state import GradState, move_grad
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = first_rank_logger(__name__)
 
+
+_current_task = torch._C._current_graph_task_id
+_will_run = torch._C._will_engine_execute_node
 
 # Bytes of reductions on their way that are not worth a wait.
 _SMALL_IN_FLIGHT = 256 << 10
@@ -41,6 +44,18 @@ class _Reduction:
     def __init__(self, unit: Unit, wait, buffers, slots: list[int]):
         self.unit, self.wait, self.buffers, self.slots = unit, wait, buffers, set(slots)
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
+
+
+def _collected(unit: Unit) -> dict[int, Tensor]:
+    """The whole gradients that autograd has left, by the slots' numbers; none is there afterwards."""
+    grads = {index: grad for index, grad in enumerate(take_raw_grads(unit.slots)) if grad is not None}
+    for index, grad in grads.items():
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {unit.slots[index].name} is {grad.layout}: a partitioned one must be dense "
+                "(for an embedding: sparse=False)"
+            )
+    return grads
 
 
 class Gradients:
@@ -67,7 +82,8 @@ class Gradients:
         for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
             unit.unwatched.remove(slot)
             hook = OwnHook(self._arrived, slot)
-            self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
+            with without_noticing():
+                self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
 
     def unwatch(self, unit: Unit) -> None:
         for slot in unit.slots:
@@ -75,28 +91,19 @@ class Gradients:
                 self._hooks.pop(slot).remove()
 
     def _arrived(self, slot: ParamSlot, _param: Tensor) -> None:
-        """Autograd has finished this parameter's gradient of the running backward."""
-        grad = take_raw_grad(slot.param)
-        if grad is None:
-            return
-        if grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {slot.name} is {grad.layout}: a partitioned one must be dense "
-                "(for an embedding: sparse=False)"
-            )
+        """Autograd has finished this parameter's gradient of the running backward. It waits where autograd left it."""
         unit = slot.unit
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         awaited = unit.awaited.get(task)
         if awaited is None:
             self._unsettled = True
             self._model.backward_runs()
             awaited = unit.awaited[task] = self._will_come(unit)
             self._begin(unit)
-        index = slot.index
-        earlier = unit.fresh_grads.get(index)
-        unit.fresh_grads[index] = grad if earlier is None else earlier.add_(grad)
-        awaited.discard(index)
+        awaited.discard(slot.index)
         if not awaited:
+            if len(unit.awaited) == 1:
+                unit.fresh_grads = _collected(unit)
             del unit.awaited[task]
             if not unit.awaited:
                 self._complete(unit)
@@ -113,9 +120,8 @@ class Gradients:
 
     def _will_come(self, unit: Unit) -> set[int]:
         """Slots whose gradient the running backward will finish; a unit with unused ones is complete early."""
-        will_run = torch._C._will_engine_execute_node
         with without_noticing():
-            return {slot.index for slot in unit.slots if slot.param.requires_grad and will_run(slot.accumulator())}
+            return {slot.index for slot in unit.slots if slot.param.requires_grad and _will_run(slot.accumulator())}
 
     def _complete(self, unit: Unit) -> None:
         self._arrivals.update([unit.slots[i] for i in unit.fresh_grads])
@@ -286,6 +292,7 @@ class Gradients:
                 log.warning("unit %s: its gradient of an aborted backward is dropped", unit.name)
                 unit.awaited.clear()
                 unit.fresh_grads.clear()
+                take_raw_grads(unit.slots)
                 if not unit.unsynced_slots:
                     unit_state.forget_fresh(unit, reduced=any(slot.has_grad for slot in unit.slots))
 

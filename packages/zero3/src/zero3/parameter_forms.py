@@ -14,6 +14,7 @@ values are absent has it; there it notices any use from anywhere and gathers fir
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,16 +54,15 @@ def set_raw_grad(param: Tensor, value: Tensor | None) -> None:
         _set_grad(param, value)
 
 
-def take_raw_grad(param: Tensor) -> Tensor | None:
-    """The gradient that autograd has left in its slot, which is empty afterwards."""
-    if type(param) is Gathered:  # notices nothing anyway
-        grad = _get_grad(param)
-        _set_grad(param, None)
-        return grad
+def take_raw_grads(slots: Iterable[ParamSlot]) -> list[Tensor | None]:
+    """The gradients that autograd has left in its slots, which are empty afterwards."""
+    grads = []
     with without_noticing():
-        grad = _get_grad(param)
-        _set_grad(param, None)
-    return grad
+        for slot in slots:
+            param = slot.param
+            grads.append(param._zero3_grad)
+            param._zero3_grad = None
+    return grads
 
 
 class ShardGradient(Tensor):
@@ -85,6 +85,8 @@ class _Partitioned(torch.nn.Parameter):
     """What both forms share: `grad` is this rank's reduced part, `data` is watched."""
 
     _zero3: ParamSlot
+    # torch's own attributes, past our properties
+    _zero3_data, _zero3_grad = _data_slot, _grad_slot
 
     @property
     def grad(self) -> Tensor | None:
@@ -223,20 +225,22 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def release(slot: ParamSlot) -> None:
-    """Give the parameter its placeholder."""
-    param = slot.param
-    if type(param) is not Gathered:  # a step that raised may have left a piece behind
-        _adopt_class(param, Gathered)
-    _set_data(param, slot.placeholder)
-    param.__class__ = Released
+def release(slots: Iterable[ParamSlot]) -> None:
+    """Give the parameters their placeholders."""
+    with without_noticing():
+        for slot in slots:
+            param = slot.param
+            param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
+            param._zero3_data = slot.placeholder
 
 
-def gather(slot: ParamSlot, view: Tensor) -> None:
-    """Make the parameter `view` (its full shape, the unit's dtype)."""
-    param = slot.param
-    param.__class__ = Gathered  # first: this class may be given data without anybody noticing
-    _set_data(param, view)
+def gather(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:
+    """Make each parameter its view (its full shape, the unit's dtype)."""
+    with without_noticing():
+        for slot, view in zip(slots, views, strict=True):
+            param = slot.param
+            param._zero3_data = view
+            param.__class__ = Gathered  # last, for the same reason as in release
 
 
 def mark_changed(slot: ParamSlot) -> None:
@@ -249,7 +253,7 @@ def mark_changed(slot: ParamSlot) -> None:
 def present_piece(slot: ParamSlot, piece: Tensor, grad: Tensor | None) -> None:
     """Make the parameter this rank's part, for an optimizer."""
     param = slot.param
-    _adopt_class(param, torch.nn.Parameter)
+    param.__class__ = torch.nn.Parameter
     _set_grad(param, None)  # its shape would be checked against the new data
     _set_data(param, piece)
     _set_grad(param, grad)
@@ -261,7 +265,7 @@ def withdraw_piece(slot: ParamSlot) -> None:
     if slot.unit.dtype != slot.unit.master_dtype:
         slot.forget_accumulator()  # torch has dropped the node when the dtype changed
     slot.version = slot.param._version
-    release(slot)
+    release([slot])
 
 
 def _refuse_hook(slot: ParamSlot) -> None:
@@ -280,7 +284,7 @@ def adopt(slot: ParamSlot) -> None:
     with without_noticing():
         slot.version = slot.param._version
     set_raw_grad(slot.param, None)
-    release(slot)
+    release([slot])
 
 
 def is_partitioned(param: Any) -> bool:
@@ -313,11 +317,6 @@ def slot_of(param: Any) -> ParamSlot:
     if slot is None:
         raise TypeError(f"expected a parameter of a partitioned model, got {type(param).__name__}")
     return slot
-
-
-def _adopt_class(param: Tensor, form: type) -> None:
-    if type(param) is not form:
-        param.__class__ = form
 
 
 def _getters(*names: str) -> list[Any]:

@@ -5,7 +5,10 @@ the store knows where shards lie. The order of a gather is always
 
     start_read    SHARDED → READING     the own slice of a pool buffer is filled from the tier
     start_gather  → STAGED → GATHERING  the read is waited for; the other ranks' slices are on their way
-    finish_gather → READY               the parameters become views of the buffer
+    finish_gather → READY               the values are there
+
+Then the parameters become views of the buffer (`show`), except where backward alone needs the unit: it uses what
+autograd saved (saved_views.py), and few look at a parameter itself there.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ class PartitionedModel:
         self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
         self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
-        self._ready: dict[int, Unit] = {}  # storage address -> unit gathered there
+        self.gathered_at: dict[int, Unit] = {}  # address of a buffer's storage -> unit that is READY there
         self._backward_task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -156,12 +159,11 @@ class PartitionedModel:
                 and getattr(self.store, "plain_gradients", False)
                 and all(slot.tile is None for slot in unit.slots)
             )
-            for slot in unit.slots:
-                view = slot.view_of(resident)
-                if unit.plain:
-                    parameter_forms.present_piece(slot, view, None)
-                else:
-                    parameter_forms.gather(slot, view)
+            if unit.plain:
+                for slot in unit.slots:
+                    parameter_forms.present_piece(slot, slot.view_of(resident), None)
+            else:
+                self.show_resident(unit)
             self.gradients.watch(unit)
 
     def retire(self, unit: Unit) -> None:
@@ -205,7 +207,7 @@ class PartitionedModel:
         move_param(unit, ParamState.GATHERING)
 
     def finish_gather(self, unit: Unit) -> None:
-        """GATHERING → READY: the parameters are usable. Harmless when they are already."""
+        """GATHERING → READY: the values are there. Harmless when they are already."""
         if unit.state is ParamState.READY:
             return
         if unit.pending is not None:
@@ -213,13 +215,18 @@ class PartitionedModel:
                 unit.pending()
             unit.pending = None
         if unit.buffer is not None:
-            self._ready[unit.buffer.address] = unit
-            _, views = unit.buffer.laid_out(unit.layout)
-            for slot, view in zip(unit.slots, views, strict=True):
-                parameter_forms.gather(slot, view)
+            self.gathered_at[unit.buffer.address] = unit
         if unit.unwatched:
             self.gradients.watch(unit)
         move_param(unit, ParamState.READY)
+
+    def show(self, unit: Unit) -> None:
+        """The parameters of a READY unit become views of its buffer. Harmless when they are already."""
+        if unit.buffer is not None and not unit.shown:
+            _, views = unit.buffer.laid_out(unit.layout)
+            unit.shown = None
+            parameter_forms.gather(unit.slots, views)
+            unit.shown = True
 
     def release(self, unit: Unit, force: bool = False) -> None:
         """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
@@ -231,14 +238,17 @@ class PartitionedModel:
         self._noticed.pop(unit, None)
         self._in_backward.pop(unit, None)
         if unit.buffer is not None:
-            self.collect_changes(unit)
+            if unit.shown is not False:
+                self.collect_changes(unit)
             self._drop_buffer(unit)
         move_param(unit, ParamState.SHARDED)
 
     def _drop_buffer(self, unit: Unit) -> None:
-        del self._ready[unit.buffer.address]
-        for slot in unit.slots:
-            parameter_forms.release(slot)
+        self.gathered_at.pop(unit.buffer.address, None)
+        if unit.shown is not False:
+            unit.shown = None
+            parameter_forms.release(unit.slots)
+            unit.shown = False
         unit.flat = None
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
@@ -248,9 +258,11 @@ class PartitionedModel:
 
         `watch`: whoever got hold of the memory may write again.
         """
-        for slot in unit.slots:
+        with parameter_forms.without_noticing():  # also spares torch the look whether it should
+            concerned = [slot for slot in unit.slots if slot.touched is not None or slot.param._version != slot.version]
+        for slot in concerned:
             handed_out = slot.touched is not None
-            if (handed_out or slot.param._version != slot.version) and parameter_forms.changed(slot):
+            if parameter_forms.changed(slot):
                 self.write_back(slot)
             if watch and handed_out:
                 parameter_forms.touch(slot)
@@ -306,6 +318,7 @@ class PartitionedModel:
         unit.holds += 1
         try:
             self.scheduler.needs(unit, phase)
+            self.show(unit)
             yield
         finally:
             unit.holds -= 1
@@ -320,6 +333,13 @@ class PartitionedModel:
             unit.holds += 1
         for unit in units:
             self.scheduler.needs(unit, "forward")
+            self.show(unit)
+
+    def access(self, unit: Unit) -> None:
+        """Somebody wants the parameters themselves, outside of forward and backward."""
+        if unit.state is not ParamState.READY:
+            self.scheduler.needs(unit, "access")
+        self.show(unit)
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
@@ -346,6 +366,7 @@ class PartitionedModel:
                 self.forget_noticed({unit, *beside}, _NOTICED_UNITS)
         elif unit in self._noticed:
             self._noticed.move_to_end(unit)
+        self.show(unit)
 
     def forget_noticed(self, keep: Iterable[Unit] = (), limit: int = 0) -> None:
         """Let go of all but `limit` of the units that are gathered only because they were touched."""
@@ -403,14 +424,6 @@ class PartitionedModel:
         self.forget_noticed()
         self.scheduler.backward_ended()
 
-    def unit_of_memory(self, tensor: Tensor) -> Unit | None:
-        """The gathered unit that `tensor` is a view of, if it is one and can be rebuilt."""
-        try:
-            unit = self._ready.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # a sparse tensor, or a wrapper around others: no view of anything
-            return None
-        return unit if unit is not None and tensor.dtype == unit.dtype else None
-
     # -- borders ---------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
@@ -451,14 +464,12 @@ class PartitionedModel:
         """The shard is out of date until an update that is owed has run: any look at a parameter must gather."""
         self.release(unit, force=True)
         if unit.permanent:
-            for slot in unit.slots:
-                parameter_forms.release(slot)
+            parameter_forms.release(unit.slots)
 
-    def show(self, unit: Unit) -> None:
+    def show_resident(self, unit: Unit) -> None:
         """A resident unit is up to date: its parameters are views of the shard again."""
         if unit.permanent:
-            for slot in unit.slots:
-                parameter_forms.gather(slot, slot.view_of(unit.flat))
+            parameter_forms.gather(unit.slots, [slot.view_of(unit.flat) for slot in unit.slots])
 
     def abort(self) -> None:
         """If an exception has ended a backward: what it had gathered goes, what is in flight comes to rest."""

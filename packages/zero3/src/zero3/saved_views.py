@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from .errors import StaleViewError, UnsupportedError
-from .parameter_forms import changes_of
+from .parameter_forms import Gathered, changes_of
 
 if TYPE_CHECKING:
+    from .buffer_pool import Place
     from .partitioned_model import PartitionedModel
-    from .unit import Unit
+    from .unit import ParamSlot, Unit
 
 _autograd = torch._C._autograd
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -38,14 +39,28 @@ class SavedView:
     raise nothing out of there, and a backward destroys two dozen of these a block.
     """
 
-    __slots__ = ("changes", "mark", "offset", "size", "slot", "stride", "unit")
+    __slots__ = ("changes", "mark", "place", "slot", "unit")
 
-    def __init__(self, unit: Unit, view: Tensor):
+    @classmethod
+    def of(cls, tensor: Tensor, model: PartitionedModel) -> SavedView | None:
+        """Of a view of one of the model's gathered units; None of any other tensor."""
+        if type(tensor) is Gathered:  # a whole parameter; to ask a tensor of this class anything takes long
+            slot: ParamSlot = tensor._zero3
+            ours = slot.unit.buffer is not None and slot.unit.model is model
+            return cls(slot.unit, slot.place) if ours else None
+        try:
+            unit = model.gathered_at.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse tensor, or a wrapper around others: no view of anything
+            return None
+        if unit is None or tensor.dtype != unit.dtype:
+            return None
+        offset = tensor.storage_offset() - unit.flat.storage_offset()
+        return cls(unit, unit.layout.place(offset, tensor.shape, tensor.stride()))
+
+    def __init__(self, unit: Unit, place: Place):
         self.unit = unit
-        self.offset = view.storage_offset() - unit.flat.storage_offset()
-        self.size = view.shape
-        self.stride = view.stride()
-        self.slot = slot = unit.slot_at(self.offset)
+        self.place = place
+        self.slot = slot = unit.slots[place.index]
         if slot.touched is not None:
             unit.model.collect_changes(unit, watch=True)
         self.changes = changes_of(slot)
@@ -60,8 +75,7 @@ class SavedView:
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
         unit.model.needed_by_backward(unit)
-        flat: Tensor = unit.flat
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        return unit.buffer.at(self.place, unit.layout)
 
 
 class HookPair:
@@ -75,9 +89,9 @@ class HookPair:
         _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        unit = self.model.unit_of_memory(tensor)
-        if unit is not None:
-            return SavedView(unit, tensor)
+        view = SavedView.of(tensor, self.model)
+        if view is not None:
+            return view
         if self.below is not None:
             return _Below(self.below[0](tensor))
         return tensor.detach(), tensor._version

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .buffer_pool import BufferPool, PooledBuffer, allocate_on
+from .buffer_pool import BufferPool, Layout, PooledBuffer, allocate_on
 from .unit import Unit
 
 
@@ -134,7 +134,8 @@ class InMemoryStore:
             present.add_(shard)
             return
         buffer = self._gradient_pool.take(shard.numel() * unit.master_dtype.itemsize, unit.name)
-        self._gradients[unit] = buffer.flat(shard.numel(), unit.master_dtype).copy_(shard), buffer
+        flat, _ = buffer.laid_out(Layout.of(unit.master_dtype, shard.numel(), ()))
+        self._gradients[unit] = flat.copy_(shard), buffer
 
     def gradient(self, unit: Unit) -> Tensor | None:
         return self._gradients[unit][0] if unit in self._gradients else None

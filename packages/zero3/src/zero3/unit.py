@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,14 @@ class ParamSlot:
     names         every name under which the model has it (several when it is tied)
     offset        where it starts in the unit's flat buffer, in elements
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
+    place         the same of the gathered parameter, in the unit's layout
     has_grad      the reduced gradient holds something for it
     changes       how often its values were changed, as far as that was collected
     """
 
     __slots__ = (
-        "_accumulator", "_strides", "changes", "has_grad", "index", "names", "numel", "offset", "param", "placeholder",
-        "shape", "start", "stop", "touched", "unit", "version",
+        "_accumulator", "changes", "has_grad", "index", "names", "numel", "offset", "param", "place",
+        "placeholder", "shape", "start", "stop", "strides", "touched", "unit", "version",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, param: Tensor, names: Sequence[str], offset: int):
@@ -47,9 +47,10 @@ class ParamSlot:
         self.names = tuple(names)
         self.shape = param.shape
         self.numel = param.numel()
-        self._strides = torch.empty(self.shape, device="meta").stride()
+        self.strides = torch.empty(self.shape, device="meta").stride()
         self.offset = offset
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
+        self.place: Any = None  # a Place, once the unit has a layout
         self.placeholder = placeholder(unit.dtype, unit.device).expand(self.shape)
         self.has_grad = False
         self.changes = 0
@@ -101,7 +102,7 @@ class ParamSlot:
 
     def view_of(self, flat: Tensor) -> Tensor:
         """View of the whole parameter in `flat` (padded_numel,)."""
-        return flat.as_strided(self.shape, self._strides, flat.storage_offset() + self.offset)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
 
 
 class Unit:
@@ -112,7 +113,10 @@ class Unit:
     layout, wire_layout   of the parameters in a flat buffer, in these two dtypes
     master_dtype  of the shard that the optimizer updates, and of its gradient
     numel         elements of all parameters together, without padding
+    shard_numel, padded_numel   elements of this rank's shard, and of the flat buffer
+    nbytes        bytes of the unit when gathered
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
+    shown         whether the parameters are views of `buffer`; None: some may be (interrupted on the way)
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
     saved_views   how many views of it autograd keeps for a backward to come: all that hold `saved_mark`
@@ -141,17 +145,22 @@ class Unit:
         self.rank = model.shard_rank
         self._offsets, self.flat_numel = offsets_of(param.numel() for param, _ in params)
         self.partition = Partition.of(self.flat_numel, model.shard_ranks, shard_multiple)
+        self.shard_numel, self.padded_numel = self.partition.shard_numel, self.partition.padded_numel
+        self.nbytes = self.padded_numel * dtype.itemsize
         self.slots = [
             ParamSlot(self, i, param, names, offset)
             for i, ((param, names), offset) in enumerate(zip(params, self._offsets, strict=True))
         ]
         self.wire_dtype = model.settings.reduce_dtype or dtype
         self.layout, self.wire_layout = self._layout_in(dtype), self._layout_in(self.wire_dtype)
+        for slot in self.slots:
+            slot.place = self.layout.place(slot.offset, slot.shape, slot.strides)
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
         self.flat: Any = None  # a Tensor while gathered
         self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
+        self.shown: bool | None = False
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
@@ -177,30 +186,15 @@ class Unit:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"
 
     @property
-    def shard_numel(self) -> int:
-        return self.partition.shard_numel
-
-    @property
-    def padded_numel(self) -> int:
-        return self.partition.padded_numel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the unit when gathered."""
-        return self.padded_numel * self.dtype.itemsize
-
-    @property
     def trainable(self) -> bool:
         return any(slot.param.requires_grad for slot in self.slots)
 
-    def slot_at(self, offset: int) -> ParamSlot:
-        """The parameter to which element `offset` of the flat buffer belongs."""
-        return self.slots[bisect_right(self._offsets, offset) - 1]
-
     def own_slice(self, flat: Tensor) -> Tensor:
         """This rank's shard within `flat`."""
+        if self.shard_numel == self.padded_numel:
+            return flat
         start, stop = self.partition.bounds(self.rank)
-        return flat[start:stop] if stop - start < self.padded_numel else flat
+        return flat[start:stop]
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Zero what belongs to no parameter in `flat` (padded_numel,)."""

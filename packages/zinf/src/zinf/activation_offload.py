@@ -98,9 +98,9 @@ class _Hooks:
         self._parameters = {flat.untyped_storage()._cdata for flat in in_place if flat is not None}
 
     def pack(self, tensor: Tensor) -> Any:
-        unit = self._machinery.unit_of_memory(tensor)
-        if unit is not None:
-            return SavedView(unit, tensor)
+        view = SavedView.of(tensor, self._machinery)
+        if view is not None:
+            return view
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._parameters:
             return SavedActivation(self._store, tensor)
         return self._store.put(tensor)

@@ -98,7 +98,7 @@ class UpdateBeforeUse(UpdateInStep):
         commit = self._commits.pop(unit)
         direct = param_out if param_out is not None and param_out.device.type == "cpu" else None
         self.update(unit, commit.settings, commit.factor, param_out=direct)
-        self.model.show(unit)
+        self.model.show_resident(unit)
         if param_out is not None and direct is None:
             self.engine.start_read(unit, param_out)()
 
