@@ -2,7 +2,8 @@
 
     form      when                        data                                           class
     released  at rest, between uses       one NaN element expanded to the full shape     Released
-    gathered  unit in use                 a view of the unit's flat buffer               Gathered
+    gathered  unit in use, but not by     a view of the unit's flat buffer               Gathered
+              backward alone
     piece     inside optimizer.step()     this rank's part, with the parameter's ndim    Parameter
 
 Why the full shape while released: autograd's accumulation checks a gradient against it, and everybody who
