@@ -91,7 +91,7 @@ def run(environment):
             env={**environment, **one_thread},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         return done.returncode, done.stdout, done.stderr
 
