@@ -63,6 +63,14 @@ def test_the_lazy_state_follows_the_model_and_is_a_mapping():
         state["no such name"]
 
 
+def test_looking_for_a_name_gathers_nothing(monkeypatch):
+    state = zero3.state_dict(zero3.shard(nn.Linear(3, 2), store=DistantStore()))
+    monkeypatch.setattr(type(state), "__getitem__", lambda self, name: pytest.fail(f"{name} was looked up"))
+    assert "weight" in state
+    assert "weight" in state.keys()  # noqa: SIM118
+    assert "other" not in state
+
+
 def test_state_of_a_submodule_with_a_prefix_and_with_variables():
     plain, model = pair(SmallGPT, store=DistantStore())
     assert_same(model.blocks[1].state_dict(prefix="x."), plain.blocks[1].state_dict(prefix="x."))

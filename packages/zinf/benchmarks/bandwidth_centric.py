@@ -7,8 +7,8 @@ Each rank reads and writes the drive within a control group that holds it to `--
 own. Two ways to bring in the parameters of a forward alternate:
 
     shards   this package: every rank reads its part of each unit, all parts are gathered
-    owner    made for this benchmark: a unit lies whole with one rank (they take turns), which reads it ahead while the
-             unit before is sent, and broadcasts it. One link is at work at a time
+    owner    made for this benchmark: a unit lies whole with one rank (they take turns), which reads it while the unit
+             before is sent, and broadcasts it. One link is at work at a time
 
 `bytes_per_second` is what arrives at each rank; `links` is that over one link. Then the ranks train, and `shares` are
 the least and the most of a step's bytes that a rank moves in each tenth of its time.
@@ -67,16 +67,21 @@ class OwnerBroadcast:
 
     def run(self) -> None:
         """All units, one after the other, on every rank."""
-        coming = self._start(0)
+        coming, read = self._start(0), torch.zeros(1)
         for i in range(len(self._sizes)):
+            owner = i % self._ranks.count
             if coming is not None:
                 coming.wait()
+            self._broadcast(read, owner)  # the owner has it: the next one may begin
             coming = self._start(i + 1)
             unit = self._buffer(i)
-            if self._ranks.count > 1:
-                dist.broadcast(unit, src=i % self._ranks.count)
+            self._broadcast(unit, owner)
             if not unit[0] == unit[-1] == i % 256:
                 raise AssertionError(f"unit {i} did not arrive")
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> None:
+        if self._ranks.count > 1:
+            dist.broadcast(tensor, src=owner)
 
     def _start(self, i: int) -> deepnvme.Request | None:
         return self._io.read(self._paths[i], self._buffer(i)) if i in self._paths else None

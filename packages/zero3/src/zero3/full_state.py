@@ -106,6 +106,9 @@ class FullState(Mapping):
             return full_parameter(entry)
         return entry.detach().to("cpu", copy=True)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would gather the tensor, on the ranks that ask
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

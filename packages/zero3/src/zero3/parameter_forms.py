@@ -2,14 +2,16 @@
 
     form      when                        data                                           class
     released  at rest, between uses       one NaN element expanded to the full shape     Released
-    gathered  unit in use, but not by     a view of the unit's flat buffer               Gathered
-              backward alone
+    filled    unit in use by backward     a view of the unit's flat buffer               Released
+    gathered  unit in use                 a view of the unit's flat buffer               Gathered
     piece     inside optimizer.step()     this rank's part, with the parameter's ndim    Parameter
 
 Why the full shape while released: autograd's accumulation checks a gradient against it, and everybody who
 asks for `shape`, `ndim` or `numel()` gets the plain model's answer. Why NaN: an access that escapes our notice
 must never look like a number. Why two classes: `__torch_function__` costs 2-3 µs a call, so only the form whose
-values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1).
+values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1). Backward hardly
+ever uses a Parameter from Python, so there the class stays; the data is for what autograd has saved without asking
+us, the Parameter itself.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class Gathered(_Partitioned):
 
 
 class Released(_Partitioned):
-    """The values are not there: any function that reads them gathers the unit first."""
+    """The values are not there, or only for backward: any function that reads them gathers the unit first."""
 
     detach_gathers = True  # False while a module lists its parameters for state_dict (full_state.py)
 
@@ -233,6 +235,13 @@ def release(slots: Iterable[ParamSlot]) -> None:
             param = slot.param
             param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
             param._zero3_data = slot.placeholder
+
+
+def fill(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:
+    """Put its view under each parameter; a use of it is still noticed."""
+    with without_noticing():
+        for slot, view in zip(slots, views, strict=True):
+            slot.param._zero3_data = view
 
 
 def gather(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:

@@ -7,8 +7,7 @@ the store knows where shards lie. The order of a gather is always
     start_gather  → STAGED → GATHERING  the read is waited for; the other ranks' slices are on their way
     finish_gather → READY               the values are there
 
-Then the parameters become views of the buffer (`show`), except where backward alone needs the unit: it uses what
-autograd saved (saved_views.py), and few look at a parameter itself there.
+Then the parameters become views of the buffer: `show` for whoever uses them, `fill_for_backward` for autograd.
 """
 
 from __future__ import annotations
@@ -228,6 +227,13 @@ class PartitionedModel:
             parameter_forms.gather(unit.slots, views)
             unit.shown = True
 
+    def fill_for_backward(self, unit: Unit) -> None:
+        """As `show`, but the parameters' uses are still noticed, which spares the change of their class."""
+        if unit.buffer is not None and not unit.shown:
+            _, views = unit.buffer.laid_out(unit.layout)
+            unit.shown = None
+            parameter_forms.fill(unit.slots, views)
+
     def release(self, unit: Unit, force: bool = False) -> None:
         """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
         if unit.state is ParamState.SHARDED or (self.keeps_gathered and not force and not unit.permanent):
@@ -387,6 +393,7 @@ class PartitionedModel:
         if unit not in self._in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
+            self.fill_for_backward(unit)
             self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:

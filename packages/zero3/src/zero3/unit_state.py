@@ -9,7 +9,7 @@ A state says what memory the unit holds:
     READING    a flat buffer, whose own slice is being filled from the tier
     STAGED     the own slice is there
     GATHERING  the other ranks' slices are on their way
-    READY      the flat buffer is whole; the parameters are views of it, except while backward alone uses the unit
+    READY      the flat buffer is whole, and the parameters are views of it once somebody uses the unit
 
 After an exception any state of the parameters goes to SHARDED, and the gradient to what earlier backwards left.
 """
