@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import put, settings
-from trainee import Step, Trainee
+from record import put, settings, spread
+from trainee import Trainee, in_turn, same_losses
 
 import zinf
 
@@ -41,12 +41,7 @@ def cost(drive: str, hidden: int, given: argparse.Namespace) -> dict[str, Any]:
         )
         for tier in TIERS
     }
-    taken: dict[str, list[Step]] = {tier: [] for tier in TIERS}
-    for number in range(1 + given.rounds):
-        for tier, trainee in trainees.items():
-            step = trainee.step()
-            if number:
-                taken[tier].append(step)
+    taken = {tier: steps[1:] for tier, steps in in_turn(trainees, 1 + given.rounds).items()}
     ratios = {
         tier: [step.seconds / device.seconds for step, device in zip(steps, taken["device"], strict=True)]
         for tier, steps in taken.items()
@@ -54,12 +49,9 @@ def cost(drive: str, hidden: int, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "hidden": hidden,
         "parameters": trainees["device"].sizes.numel,
-        "same_losses": len({tuple(step.loss for step in steps) for steps in taken.values()}) == 1,
+        "same_losses": same_losses(taken.values()),
         "seconds": {tier: statistics.median(step.seconds for step in steps) for tier, steps in taken.items()},
-        "slowdown": {
-            tier: {"median": statistics.median(of_one), "least": min(of_one), "most": max(of_one)}
-            for tier, of_one in ratios.items()
-        },
+        "slowdown": {tier: spread(of_one) for tier, of_one in ratios.items()},
         "moved_by_nvme": {
             way: statistics.median(sum(phase[way] for phase in step.moved.values()) for step in taken["nvme"])
             for way in ("read", "written")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from record import put, settings
-from trainee import OVERLAPS, PHASES, Step, Trainee
+from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses
 
 import zinf
 from deepnvme.bench import fio
@@ -131,10 +131,7 @@ def main() -> None:
                 overlap_optimizer=OVERLAPS[mode],
             )  # fmt: skip
             trainees[mode] = Trainee(config, **sizes)
-        taken: dict[str, list[Step]] = {name: [] for name in trainees}
-        for _ in range(1 + given.steps):
-            for name, trainee in trainees.items():
-                taken[name].append(trainee.step())
+        taken = in_turn(trainees, 1 + given.steps)
     steps = {name: of_one[1:] for name, of_one in taken.items()}
     memory, numel = medians(steps["memory"]), trainees["memory"].sizes.numel
     record = {
@@ -142,7 +139,7 @@ def main() -> None:
         "parameters": numel,
         "fio_bytes_per_second": rates,
         "together": speeds,
-        "same_losses": len({tuple(step.loss for step in of_one) for of_one in taken.values()}) == 1,
+        "same_losses": same_losses(taken.values()),
         "memory": {"seconds": memory["seconds"], "phases": memory["phases"]},
         "modes": {mode: compare(memory, steps[mode], rates, speeds, numel) for mode in given.modes},
     }

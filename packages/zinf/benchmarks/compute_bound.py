@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from against_limit import PHASES, drive_rates, drive_seconds, medians
-from record import put, settings
-from trainee import OVERLAPS, Step, Trainee
+from record import put, settings, spread
+from trainee import OVERLAPS, Step, Trainee, in_turn, same_losses
 
 import zinf
 from deepnvme.bench import fio
@@ -61,7 +61,7 @@ def compare(steps: list[Step], memory: list[Step], rates: dict[str, float]) -> d
     drive = sum(drive_seconds(found["moved"][name], rates) for name in PHASES)
     return {
         "seconds": found["seconds"],
-        "of_memory": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "of_memory": spread(ratios),
         "drive_seconds": drive,
         "compute_over_drive": medians(memory)["seconds"] / drive,
         "stall_share": statistics.median(step.report["seconds"]["stall"] / step.seconds for step in steps),
@@ -92,23 +92,19 @@ def main() -> None:
                 "inf-nvme", nvme=[drive], resident=0, dtype=dtype, checksum=given.checksum,
                 overlap_optimizer=OVERLAPS[mode],
             )  # fmt: skip
-        plain, trainees = Plain(given), {name: Trainee(config, **sizes) for name, config in configs.items()}
-        seconds: list[float] = []
-        taken: dict[str, list[Step]] = {name: [] for name in trainees}
-        for _ in range(1 + given.steps):
-            seconds.append(plain.step())
-            for name, trainee in trainees.items():
-                taken[name].append(trainee.step())
+        trainees = {name: Trainee(config, **sizes) for name, config in configs.items()}
+        taken = in_turn({"torch": Plain(given), **trainees}, 1 + given.steps)
+    seconds = taken.pop("torch")
     memory = taken["memory"][1:]
     of_torch = [step.seconds / other for step, other in zip(memory, seconds[1:], strict=True)]
     record = {
         "settings": settings(given),
         "parameters": trainees["memory"].sizes.numel,
         "fio_bytes_per_second": rates,
-        "same_losses": len({tuple(step.loss for step in of_one) for of_one in taken.values()}) == 1,
+        "same_losses": same_losses(taken.values()),
         "torch_seconds": statistics.median(seconds[1:]),
         "memory_seconds": statistics.median(step.seconds for step in memory),
-        "of_torch": {"median": statistics.median(of_torch), "least": min(of_torch), "most": max(of_torch)},
+        "of_torch": spread(of_torch),
         "modes": {mode: compare(taken[mode][1:], memory, rates) for mode in given.modes},
     }
     put(record, given.json)

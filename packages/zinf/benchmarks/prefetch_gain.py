@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cgroups import joining, link
-from record import put, settings
+from record import put, settings, spread
 from trainee import OVERLAPS, Trainee
 
 import zinf
@@ -47,7 +47,7 @@ def gain(drive: str, batch: int, given: argparse.Namespace) -> dict[str, Any]:
     ratios = [pair[False].seconds / pair[True].seconds for pair in pairs]
     return {
         "batch": batch,
-        "gain": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "gain": spread(ratios),
         "seconds": {
             ("with" if prefetch else "without"): statistics.median(pair[prefetch].seconds for pair in pairs)
             for prefetch in trainees

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Of a path its name alone: the rest is this machine's."""
     return value.name if isinstance(value, Path) else value
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def put(found: dict[str, Any], path: Path | None) -> None:

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import put, settings
+from record import put, settings, spread
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trainee import in_turn
 
 import zinf
 from zero3.testing import RankPools
@@ -84,7 +85,7 @@ class _SumInBackward(torch.autograd.Function):
         return grad
 
 
-class Trainee:
+class TrainedLinears:
     """Such a model in training."""
 
     def __init__(self, tier: str, drive: str, hidden: int, tokens: int, tiles: int, shares: int = 1, group: Any = None):
@@ -112,8 +113,7 @@ def over_first(taken: dict[Any, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for name, seconds in taken.items():
         ratios = [one / base for one, base in zip(seconds, first, strict=True)]
-        ratio = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-        rows.append({"kind": name, "seconds": statistics.median(seconds), "ratio": ratio})
+        rows.append({"kind": name, "seconds": statistics.median(seconds), "ratio": spread(ratios)})
     return rows
 
 
@@ -124,13 +124,9 @@ def factors(drive: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for hidden in given.hidden:
         for tier in TIERS:
-            trainees = {count: Trainee(tier, drive, hidden, given.tokens[0], count) for count in given.tiles}
-            taken: dict[int, list[float]] = {count: [] for count in trainees}
-            for number in range(2 + given.rounds):  # the order of units is learned first
-                for count, trainee in trainees.items():
-                    seconds = trainee.step()
-                    if number > 1:
-                        taken[count].append(seconds)
+            trainees = {count: TrainedLinears(tier, drive, hidden, given.tokens[0], count) for count in given.tiles}
+            taken = in_turn(trainees, 2 + given.rounds)
+            taken = {count: seconds[2:] for count, seconds in taken.items()}  # the order of units is learned first
             rows.append({"hidden": hidden, "states": tier, "tiles": over_first(taken)})
     return rows
 
@@ -153,7 +149,7 @@ def boundary(drive: str, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def one_or_two(pools: RankPools, what: tuple, rounds: int) -> list[dict[str, Any]]:
-    tiled = Trainee(*what, tiles=2)
+    tiled = TrainedLinears(*what, tiles=2)
     taken: dict[str, list[float]] = {"tiled": [], "split": [], "partitioned": []}
     for number in range(2 + rounds):
         for kind, seconds in taken.items():
@@ -167,7 +163,7 @@ def one_or_two(pools: RankPools, what: tuple, rounds: int) -> list[dict[str, Any
     return over_first(taken)
 
 
-_of_this_rank: dict[str, Trainee] = {}
+_of_this_rank: dict[str, TrainedLinears] = {}
 _alone: list[Any] = []  # a group of this rank only
 
 
@@ -177,9 +173,9 @@ def step_on_rank(rank: int, world: int, kind: str, what: tuple) -> float:
             _alone.append([dist.new_group([member]) for member in range(world)][rank])
         tier, drive, hidden, tokens = what
         if kind == "split":
-            trainee = Trainee(tier, drive, hidden, tokens, tiles=1, shares=world, group=_alone[0])
+            trainee = TrainedLinears(tier, drive, hidden, tokens, tiles=1, shares=world, group=_alone[0])
         else:
-            trainee = Trainee(tier, drive, hidden, tokens // world, tiles=world)
+            trainee = TrainedLinears(tier, drive, hidden, tokens // world, tiles=world)
         _of_this_rank[kind] = trainee
     dist.barrier()
     return _of_this_rank[kind].step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ class Trainee:
             },
             report=zinf.report(self.model),
         )
+
+
+def in_turn(trainees: Mapping[Any, Any], rounds: int) -> dict[Any, list]:
+    """What `step()` of each gave in so many rounds of one step each."""
+    taken: dict[Any, list] = {name: [] for name in trainees}
+    for _ in range(rounds):
+        for name, trainee in trainees.items():
+            taken[name].append(trainee.step())
+    return taken
+
+
+def same_losses(runs: Iterable[list[Step]]) -> bool:
+    """Bit for bit."""
+    return len({tuple(step.loss for step in run) for run in runs}) == 1
 
 
 def kernel_bytes() -> dict[str, int]:
