@@ -211,6 +211,44 @@ def test_parameters_to_vector_and_other_readers_of_all_parameters():
     )
 
 
+PENALTIES = {
+    "square": lambda p: p.square().sum(),
+    "norm": lambda p: p.norm(),
+    "twice": lambda p: p.pow(2).sum() + p.exp().mean(),
+    "view": lambda p: p.view(-1).pow(3).sum(),
+    "with another's": lambda p: (p * p.detach().sin()).sum(),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize("first", [True, False], ids=["before forward", "after it"])
+def test_parameters_used_outside_of_any_forward_are_differentiated(penalty, first):
+    """By many units, of which only a few stay gathered; with and without a part of the model in the graph."""
+    for whole in (True, False):
+        plain, model = built_twice(Perceptron)
+        zero3.shard(model, store=DistantStore(), unit_size=1)
+        assert len(zero3.units(model)) > 3
+        gradients = []
+        for one in (plain, model):
+            terms = [lambda one=one: sum(penalty(p) for p in one.parameters())]
+            terms += [lambda one=one: one.loss(one.data(0))] if whole else []
+            loss = sum(term() for term in (terms if first else reversed(terms)))
+            one.loss(one.data(1))  # another forward in between
+            loss.backward()
+            gradients.append({name: p.grad.as_subclass(torch.Tensor) for name, p in one.named_parameters()})
+        assert_same(gradients[1], gradients[0])
+
+
+def test_a_graph_of_gathered_parameters_is_refused_once_they_are_released():
+    _, model = built_twice(Perceptron)
+    zero3.shard(model, store=DistantStore(), unit_size=1)
+    with zero3.gathered(model):
+        sum(p.square().sum() for p in model.parameters()).backward()  # inside: as plain torch
+        loss = sum(p.square().sum() for p in model.parameters())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_penalty_on_all_parameters_is_differentiated():
     plain, model = built_twice(SmallGPT)
     zero3.shard(model, store=DistantStore())

@@ -54,6 +54,7 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
                     _restore(unit, before[unit])
                 unit.holds -= 1
                 if not unit.holds:
+                    _forbid_saved(unit)
                     unit.model.scheduler.done_with(unit, "access")
 
 
@@ -76,6 +77,13 @@ def _snapshot(unit: Unit) -> Tensor | None:
 def _restore(unit: Unit, before: Tensor | None) -> None:
     if before is not None and not torch.equal(unit.flat, before):
         unit.flat.copy_(before)
+
+
+def _forbid_saved(unit: Unit) -> None:
+    """What autograd has saved inside is the parameters themselves: torch's own error, if a backward still needs it."""
+    if not unit.permanent:
+        for slot in unit.slots:
+            parameter_forms.mark_changed(slot)
 
 
 def _keep(slots: list[ParamSlot]) -> None:

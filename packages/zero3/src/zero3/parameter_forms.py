@@ -2,22 +2,24 @@
 
     form      when                        data                                           class
     released  at rest, between uses       one NaN element expanded to the full shape     Released
-    filled    unit in use by backward     a view of the unit's flat buffer               Released
+    filled    used in backward, or        a view of the unit's flat buffer               Released
+              outside of any forward
     gathered  unit in use                 a view of the unit's flat buffer               Gathered
     piece     inside optimizer.step()     this rank's part, with the parameter's ndim    Parameter
 
 Why the full shape while released: autograd's accumulation checks a gradient against it, and everybody who
 asks for `shape`, `ndim` or `numel()` gets the plain model's answer. Why NaN: an access that escapes our notice
 must never look like a number. Why two classes: `__torch_function__` costs 2-3 µs a call, so only the form whose
-values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1). Backward hardly
-ever uses a Parameter from Python, so there the class stays; the data is for what autograd has saved without asking
-us, the Parameter itself.
+values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1). Why filled: backward
+hardly ever uses a Parameter from Python, and needs no other class; and outside of any forward our saved-tensor hooks
+are on top only while a noticed function runs, without which autograd would save the Parameter itself, whose data goes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -156,7 +158,7 @@ class Gathered(_Partitioned):
 
 
 class Released(_Partitioned):
-    """The values are not there, or only for backward: any function that reads them gathers the unit first."""
+    """The values are not there, or filled in: any function that reads them gathers the unit first."""
 
     detach_gathers = True  # False while a module lists its parameters for state_dict (full_state.py)
 
@@ -175,6 +177,11 @@ class Released(_Partitioned):
             if func is torch.autograd.grad:  # runs user code, in which accesses must be noticed
                 _refuse_unreduced(slots)
                 return func(*args, **kwargs)
+            with ExitStack() as stack:
+                for model in {unit.model for unit in units}:
+                    stack.enter_context(model.keeping_views())
+                stack.enter_context(without_noticing())
+                return func(*args, **kwargs)
         with without_noticing():
             return func(*args, **kwargs)
 
@@ -184,7 +191,7 @@ def _overwritten(param: Tensor, values: Any, *_: Any, **__: Any) -> bool:
     if type(param) is not Released or not isinstance(values, Tensor) or isinstance(values, _Partitioned):
         return False
     slot: ParamSlot = param._zero3
-    if values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
+    if slot.unit.shown is not False or values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
         return False
     flat = values.detach().reshape(-1)
     slot.unit.model.assign(slot, lambda start, stop: flat[start:stop])
@@ -219,9 +226,13 @@ def changed(slot: ParamSlot) -> bool:
 
 def changes_of(slot: ParamSlot) -> int:
     """How often the values were changed, up to now, by itself or with the whole unit."""
-    changes = slot.unit.generation + slot.changes
-    param = slot.param
-    return changes + param._version - slot.version if type(param) is Gathered else changes
+    changes, param = slot.unit.generation + slot.changes, slot.param
+    if type(param) is Gathered:
+        return changes + param._version - slot.version
+    if type(param) is not Released or slot.unit.shown is False:
+        return changes
+    with without_noticing():
+        return changes + param._version - slot.version
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

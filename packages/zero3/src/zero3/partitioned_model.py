@@ -7,7 +7,7 @@ the store knows where shards lie. The order of a gather is always
     start_gather  → STAGED → GATHERING  the read is waited for; the other ranks' slices are on their way
     finish_gather → READY               the values are there
 
-Then the parameters become views of the buffer: `show` for whoever uses them, `fill_for_backward` for autograd.
+Then the parameters become views of the buffer: `show` for a forward, `fill_in` where each use shall be noticed.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class PartitionedModel:
             parameter_forms.gather(unit.slots, views)
             unit.shown = True
 
-    def fill_for_backward(self, unit: Unit) -> None:
-        """As `show`, but the parameters' uses are still noticed, which spares the change of their class."""
+    def fill_in(self, unit: Unit) -> None:
+        """As `show`, but the parameters' uses are still noticed."""
         if unit.buffer is not None and not unit.shown:
             _, views = unit.buffer.laid_out(unit.layout)
             unit.shown = None
@@ -372,7 +372,23 @@ class PartitionedModel:
                 self.forget_noticed({unit, *beside}, _NOTICED_UNITS)
         elif unit in self._noticed:
             self._noticed.move_to_end(unit)
-        self.show(unit)
+        if self._phase() == "access":
+            self.fill_in(unit)  # no saved-tensor hooks of ours lie on top: they come with each use (`keeping_views`)
+        else:
+            self.show(unit)
+
+    @contextmanager
+    def keeping_views(self) -> Iterator[None]:
+        """A function uses parameters. Outside of any forward, what autograd saves of them is kept as in a forward."""
+        outside = torch.is_grad_enabled() and self._phase() == "access"
+        pair = self.saved_views.pair_outside() if outside else None
+        if pair is not None:
+            pair.put_on_top()
+        try:
+            yield
+        finally:
+            if pair is not None:
+                take_off([pair])
 
     def forget_noticed(self, keep: Iterable[Unit] = (), limit: int = 0) -> None:
         """Let go of all but `limit` of the units that are gathered only because they were touched."""
@@ -393,7 +409,7 @@ class PartitionedModel:
         if unit not in self._in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
-            self.fill_for_backward(unit)
+            self.fill_in(unit)
             self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:

@@ -140,6 +140,14 @@ class SavedViews:
             return None
         return self._bare if below is None else HookPair(self._model, below)
 
+    def pair_outside(self) -> HookPair | None:
+        """The same outside of any forward; None also below hooks of somebody else's.
+
+        They have the parameter itself then: a checkpoint's must see as many tensors now as when it runs again.
+        """
+        below = _top()
+        return self.pair() if below is None or _owner(below) is not None else None
+
 
 def take_off(pairs: Sequence[HookPair]) -> None:
     """Take off what was put on top, given from the lowest on; what was put above them from outside stays.

@@ -116,7 +116,7 @@ class Unit:
     shard_numel, padded_numel   elements of this rank's shard, and of the flat buffer
     nbytes        bytes of the unit when gathered
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
-    shown         whether the parameters have the form gathered; None: they are filled, or an interrupt came on the way
+    shown         whether the parameters have the form gathered (False: released); None: filled, or interrupted between
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
     saved_views   how many views of it autograd keeps for a backward to come: all that hold `saved_mark`
