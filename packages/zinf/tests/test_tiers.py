@@ -72,6 +72,19 @@ def test_room_is_counted_and_given_back(tier):
     assert tier.nbytes == 2048 * 2
 
 
+def test_what_was_put_is_dropped_once_and_what_was_not_is_no_error(tier):
+    values = torch.arange(4096.0)
+    tier.start_put(KEY, values)()
+    out = torch.empty(4096)
+    tier.start_get(KEY, out)()
+    assert torch.equal(out, values)
+    tier.drop(KEY)
+    tier.drop(KEY)
+    tier.drop(Key(1, "activation"))
+    with pytest.raises(KeyError):
+        tier.start_get(KEY, out)()
+
+
 def test_traffic_by_kind(nvme):
     tier = NvmeTier([str(nvme)], checksum=True, spans=Spans())
     for kind in ("param", "grad", "exp_avg", "remainder"):
