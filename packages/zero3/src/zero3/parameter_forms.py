@@ -176,6 +176,8 @@ class Released(_Partitioned):
                     touch(slot)
             if func is torch.autograd.grad:  # runs user code, in which accesses must be noticed
                 _refuse_unreduced(slots)
+                for unit in units:
+                    unit.model.show(unit)  # or it would be asked again
                 return func(*args, **kwargs)
             with ExitStack() as stack:
                 for model in {unit.model for unit in units}:
