@@ -1,4 +1,4 @@
-"""JaxModule: a jax function as a torch module. Loaded on first access of `zinf.jax`; needs `pip install 'zinf[jax]'`."""
+"""JaxModule: a jax function as a torch module. Loaded on first access of `zinf.jax`; needs `zinf[jax]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch tensors as jax arrays and back, over DLPack: without a copy where jax can do without. Loaded with zinf.jax only.
+"""torch tensors as jax arrays and back, over DLPack: copied only where jax must. Loaded with zinf.jax only.
 
 jax reads 64-byte aligned memory in place, which parameters in a unit and whole tensors of torch's are; a slice that
 begins elsewhere, and what is not contiguous, is copied. Nothing is narrowed silently: without jax_enable_x64, jax

@@ -30,7 +30,6 @@ from zero3 import UnsupportedError
 
 from .jax_arrays import is_differentiable, other_to_jax, to_jax, to_torch
 
-
 _ARRAYS_AND_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
@@ -71,10 +70,11 @@ class Call:
         return function(params, *args, **kwargs, **dict(self.static))
 
 
+_by_function: weakref.WeakValueDictionary[Callable, Compiled] = weakref.WeakValueDictionary()
+
+
 class Compiled:
     """The programs of one function, shared by all modules that have it, and gone with the last of them."""
-
-    _all: weakref.WeakValueDictionary[Callable, Compiled] = weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, function: Callable) -> Compiled:
@@ -82,9 +82,9 @@ class Compiled:
             hash(function)
         except TypeError:
             return cls(functools.partial(function))
-        found = cls._all.get(function)
+        found = _by_function.get(function)
         if found is None:
-            found = cls._all[function] = cls(function)
+            found = _by_function[function] = cls(function)
         return found
 
     def __init__(self, function: Callable):
@@ -204,9 +204,7 @@ class _Again(_Node):
         cotangents = _Node.cotangents(ctx, grads)
         wanted = tuple(ctx.needs_input_grad[3:])
         tensors = [to_jax(tensor) for tensor in ctx.saved_tensors]
-        return _Node.gradients(
-            wanted, ctx.compiled.backward_again(ctx.call, wanted, tensors, ctx.others, cotangents)
-        )
+        return _Node.gradients(wanted, ctx.compiled.backward_again(ctx.call, wanted, tensors, ctx.others, cotangents))
 
 
 class _Keeping(_Node):
@@ -233,9 +231,7 @@ class _Keeping(_Node):
         return _Node.gradients(ctx.wanted, ctx.compiled.backward_kept(pull_back, cotangents))
 
 
-def run(
-    compiled: Compiled, structure: Any, params: list[Tensor], arguments: Any, static: tuple, keep: bool
-) -> Any:
+def run(compiled: Compiled, structure: Any, params: list[Tensor], arguments: Any, static: tuple, keep: bool) -> Any:
     """`function(params, *args, **kwargs)` of torch tensors, where `arguments` is (args, kwargs).
 
     structure  of the parameters' pytree
