@@ -85,7 +85,7 @@ print(len(pages) * 4096, jumps)
         pytest.skip("this kernel (before Linux 6.13) gives no such memory")
     nbytes, jumps = map(int, out.split())
     assert nbytes == 6 << 20
-    # Three stretches of 512 pages, where free memory lies in pieces that large: elsewhere the kernel takes smaller ones.
+    # Three stretches of 512 pages; the kernel takes smaller ones where no free memory lies in pieces so large.
     assert jumps < 1536 // 8
 
 
