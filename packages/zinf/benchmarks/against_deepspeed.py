@@ -36,7 +36,10 @@ from zinf.models.gpt import GPT, GPTConfig
 from zinf.models.model_names import parse_model
 
 DEEPSPEED = ("shipped", "tuned")
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+ENVIRONMENT = {
+    "shipped": {"LOCAL_RANK": "0"},
+    "tuned": {"LOCAL_RANK": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+}
 
 
 def deepspeed_settings(contender: str, drive: str, sizes: GPTConfig, batch: int) -> dict[str, Any]:
@@ -74,7 +77,8 @@ class DeepSpeed:
         sizes = parse_model(given.model, positions=given.seq)
         config = deepspeed_settings(contender, given.nvme, sizes, given.batch)
         torch.manual_seed(0)
-        deepspeed.init_distributed("gloo", rank=0, world_size=1, init_method="file://" + given.nvme + "/meeting")
+        meeting = f"file://{given.nvme}/meeting"
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=meeting, rank=0, world_size=1)
         with deepspeed.zero.Init(config_dict_or_path=config, remote_device="nvme", dtype=torch.bfloat16):
             model = GPT(sizes)
         self._engine = deepspeed.initialize(model=model, config=config)[0]
@@ -144,7 +148,7 @@ def contending(name: str, given: argparse.Namespace) -> Iterator[Contender]:
         flags += ["--serve", name, *(["--checksum"] if given.checksum else [])]
         process = subprocess.Popen(
             joining(group.folder, [sys.executable, __file__, *flags]), text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, **(HUGE_PAGES if name == "tuned" else {})},
+            stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT.get(name, {})},
         )  # fmt: skip
         try:
             yield Contender(process, group)
