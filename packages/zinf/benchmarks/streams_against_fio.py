@@ -4,7 +4,8 @@
 
 Each operation must read and write a known number of bytes a parameter. Its figure is the rate at which it moved these
 bytes, over the rate of fio's sequential direct I/O with the same mixture of reads and writes; alternated, medians.
-Where the operation writes a new file, so does fio: the first write of a place is slower than the later ones.
+Where the operation writes a new file, so does fio. Two rounds come first that do not count: the first write of a place
+is slower than all later ones, and a new checkpoint lies beside the one that it replaces.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WIDTH = 2048
 NEEDED = {"save": (12, 12), "load": (12, 12), "export": (2, 2), "load_pretrained": (2, 4)}
 WRITES_A_NEW_FILE = ("save", "export")
 FIO_BYTES = 6 << 30
+_WARM_UP = 2
 
 
 def build(drive: Path, parameters: float) -> tuple[nn.Module, zinf.AdamW]:
@@ -80,13 +82,16 @@ def measure(drive: Path, parameters: float, repeats: int) -> dict:
     limits: dict[str, list[float]] = {name: [] for name in run}
     for new_file in (True, False):  # the files that it reads and overwrites from now on
         fio(drive, 1, 1, new_file)
-    for _ in range(repeats):
+    for number in range(_WARM_UP + repeats):
         for name, operation in run.items():
             read, write = NEEDED[name]
             os.sync()  # what was written before is not written during this
             started = time.perf_counter()
             operation()
-            rates[name].append(numel * (read + write) / (time.perf_counter() - started))
+            rate = numel * (read + write) / (time.perf_counter() - started)
+            if number < _WARM_UP:
+                continue
+            rates[name].append(rate)
             limits[name].append(fio(drive, read, write, name in WRITES_A_NEW_FILE))
     return {
         "parameters": numel,
