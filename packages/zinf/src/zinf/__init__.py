@@ -63,6 +63,14 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    if name == "jax":  # loaded on first access: few need it, and importing jax takes as long as all of this package
+        import importlib
+
+        return importlib.import_module(".jax", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def report(model: _nn.Module) -> dict[str, Any]:
     """What the last step did, as plain data.
 
