@@ -56,13 +56,18 @@ def deepspeed_settings(contender: str, drive: str, sizes: GPTConfig, batch: int)
         "steps_per_print": 10**9,
     }
     if contender == "tuned":
-        offload["offload_param"] |= {"buffer_count": 8, "buffer_size": largest, "max_in_cpu": 0}
+        # Every parameter that is live, or on its way, takes a buffer: some eight blocks of a Transformer fit.
+        offload["offload_param"] |= {"buffer_count": 96, "buffer_size": largest, "max_in_cpu": 0}
         offload["offload_optimizer"] |= {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
         found["aio"] = {
             "block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False,
             "overlap_events": True,
         }  # fmt: skip
-        found["zero_optimization"] = {"stage": 3, "sub_group_size": 50_000_000, **offload}
+        live = 4 * 12 * sizes.hidden**2
+        found["zero_optimization"] = {
+            "stage": 3, "sub_group_size": 50_000_000, "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live, "stage3_prefetch_bucket_size": live // 4, **offload,
+        }  # fmt: skip
     else:
         found["zero_optimization"] = {"stage": 3, **offload}
     return found
