@@ -341,3 +341,68 @@ def test_amp_autocast_keeps_copies_of_weights():
             loss = one.loss(one.data(0)) + one.loss(one.data(1))
         loss.backward()
     assert_same(full_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("keep", [lambda tensor: tensor, lambda tensor: tensor.cpu()])
+def test_hooks_of_the_user_that_keep_the_parameters_themselves(keep):
+    """Backward uses the Parameter objects then, which show the unit's values only where somebody has kept them."""
+
+    class Kept(Regression):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(12), nn.Linear(12, 12)
+            self.keeps = True
+
+        def forward(self, x):
+            if not self.keeps:
+                return self.out(F.layer_norm(x, (12,), self.norm.weight, self.norm.bias))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                x = F.layer_norm(x, (12,), self.norm.weight, self.norm.bias)
+            return self.out(x)
+
+    plain, model = distant_pair(Kept, unit_size="1GiB")
+    (unit,) = zero3.units(model)
+    for one in (plain, model):
+        early = one.loss(one.data(0))
+        one.keeps = False
+        later = one.loss(one.data(1))
+        later.backward()
+        early.backward()
+    assert_same(full_gradients(model), gradients_of(plain))
+    assert unit.held_outside
+
+
+@pytest.mark.parametrize("make", [SmallGPT, *VIEWS])
+def test_where_nobody_keeps_parameters_backward_spares_itself_their_values(make):
+    _, model = distant_pair(make)
+    train_sharded(model, 2)
+    held = {unit.name for unit in zero3.units(model) if unit.held_outside}
+    if make is CustomFunction:  # its `ctx` keeps them
+        assert held
+    else:  # the embedding's use from outside gathers it until its gradient comes, which torch hands over with it
+        assert held <= {"embedding"}
+
+
+def test_what_saves_a_parameter_again_shares_its_view_until_the_values_change():
+    _, model = distant_pair(Perceptron, unit_size="1GiB")
+    (unit,) = zero3.units(model)
+    early = model.loss(model.data(0))
+    once = unit.saved_views
+    assert once > 0
+    again = model.loss(model.data(1))
+    assert unit.saved_views == 2 * once
+    shared = set(map(id, unit.shared_views.values()))
+    with torch.no_grad():
+        model.layers[1].weight.mul_(2)
+    changed = model.loss(model.data(2))
+    assert unit.saved_views == 3 * once
+    assert 0 < len(shared & set(map(id, unit.shared_views.values()))) < len(shared)
+    del again
+    assert unit.saved_views == 2 * once
+    changed.backward()
+    assert unit.saved_views == once
+    with pytest.raises(zero3.StaleViewError, match=r"layers\.1"):
+        early.backward()
+    del early, changed
+    gc.collect()  # of the traceback
+    assert unit.saved_views == 0
