@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 _CHEAP_TO_CLEAR_NBYTES = 1 << 20
 
 
+def _counts(held: dict[Any, Any]) -> list[int]:
+    """References to each value of a dict."""
+    return [sys.getrefcount(value) for value in held.values()]
+
+
+# With those of the loop and the call, of which Python's versions do not count the same.
+_HELD_BY_DICT = _counts({0: object()})[0]
+
+
 class ParamSlot:
     """A parameter's place in its unit.
 
@@ -205,8 +214,7 @@ class Unit:
     @property
     def saved_views(self) -> int:
         unshared = sys.getrefcount(self.saved_mark) - self._own_marks - len(self.shared_views)
-        # Each of the shared ones is in the dict, in the loop's variable, and the argument of the call.
-        return unshared + sum(sys.getrefcount(view) - 3 for view in self.shared_views.values())
+        return unshared + sum(count - _HELD_BY_DICT for count in _counts(self.shared_views))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"
