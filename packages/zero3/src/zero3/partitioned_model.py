@@ -440,7 +440,7 @@ class PartitionedModel:
             return
         frozen = [other for other in self.in_backward if not other.trainable and not other.holds]
         for position, other in enumerate(frozen):
-            if not other.saved_views or position < len(frozen) - _FROZEN_UNITS:
+            if not other.has_saved_views or position < len(frozen) - _FROZEN_UNITS:
                 del self.in_backward[other]
                 self.scheduler.done_with(other, "backward")
         self.in_backward[unit] = None

@@ -141,7 +141,7 @@ class Unit:
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
     held_outside  somebody may give the Parameters themselves to backward, past our saved-tensor hooks
-    saved_views   how many graph nodes keep views of it for a backward to come
+    saved_mark    what every SavedView of it holds
     shared_views  the last SavedView of a place, which all share that save the place with the same values
     replays       forwards without gradient in this step that a checkpoint will run again
     generation    counts changes of all values at once (a state that was loaded); each slot counts its own beside
@@ -212,9 +212,11 @@ class Unit:
         return self.accumulators
 
     @property
-    def saved_views(self) -> int:
-        unshared = sys.getrefcount(self.saved_mark) - self._own_marks - len(self.shared_views)
-        return unshared + sum(count - _HELD_BY_DICT for count in _counts(self.shared_views))
+    def has_saved_views(self) -> bool:
+        """Whether autograd keeps views of it for a backward to come."""
+        if sys.getrefcount(self.saved_mark) > self._own_marks + len(self.shared_views):
+            return True
+        return any(count > _HELD_BY_DICT for count in _counts(self.shared_views))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"
