@@ -37,7 +37,8 @@ class JaxModule(nn.Module):
     recompute        True: backward computes the function again from its parameters and arguments, as a checkpoint
                      does: about a third more arithmetic, and nothing else waits in memory. False: what jax.vjp keeps
                      waits, without the parameters themselves, but with all that is computed from them alone (a weight
-                     cast to another dtype has the size of the weight).
+                     cast to another dtype has the size of the weight). Right under a checkpoint, which runs the
+                     module again as it is.
     static_argnames  keyword arguments that are compiled in: hashable values, a program for each
 
     Arguments may be pytrees. Of their leaves torch tensors get gradients; jax arrays (random keys, for example), numpy
@@ -47,7 +48,8 @@ class JaxModule(nn.Module):
 
     Compiled once for each shape, for all modules with the same `apply_fn`. All leaves are used at once: whatever the
     unit size, the whole module is gathered while it runs. So a large model is a list of JaxModules, one a block.
-    No double backward: create_graph=True raises zero3.UnsupportedError. TypeError for params that are no arrays.
+    A parameter that the function does not use gets the gradient 0, as in jax. A JaxModule runs where its tensors are, if
+    jax has that device. No double backward: create_graph=True raises zero3.UnsupportedError. TypeError for params that are no arrays.
     """
 
     def __init__(
