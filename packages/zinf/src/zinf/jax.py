@@ -49,8 +49,8 @@ class JaxModule(nn.Module):
     Compiled once for each shape, for all modules with the same `apply_fn`. All leaves are used at once: whatever the
     unit size, the whole module is gathered while it runs. So a large model is a list of JaxModules, one a block.
     A parameter that the function does not use gets the gradient 0, as in jax. A JaxModule runs where its tensors are,
-    if jax has that device. No double backward: create_graph=True raises zero3.UnsupportedError. TypeError for params that
-    are no arrays.
+    if jax has that device. No double backward: create_graph=True raises zero3.UnsupportedError. TypeError for params
+    that are no arrays.
     """
 
     def __init__(
