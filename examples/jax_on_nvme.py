@@ -30,7 +30,7 @@ def embed(params, tokens):
 
 def block(params, x):
     """(batch, length, hidden) -> the same: causal attention, then a multi-layer perceptron."""
-    batch, length, hidden = x.shape
+    batch, length, _ = x.shape
     q, k, v = jnp.split(normalised(x) @ params["qkv"], 3, axis=-1)
     q, k, v = (heads.reshape(batch, length, HEADS, -1) for heads in (q, k, v))
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)

@@ -91,6 +91,37 @@ def test_libraries_and_shapes():
     assert cpu_adam.split(torch.nn.Parameter(master))[0].requires_grad is False
 
 
+def test_into_given_arrays():
+    master = torch.randn(7, 1001)
+    hi, lo = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    given = cpu_adam.split(master, out=(hi, lo))
+    assert given[0] is hi
+    assert given[1] is lo
+    wanted = cpu_adam.split(master)
+    assert torch.equal(hi, wanted[0])
+    assert torch.equal(lo, wanted[1])
+
+
+def test_refused_outputs_are_not_touched():
+    master = torch.randn(8)
+    hi, lo = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int16)
+    read_only = np.zeros(8, np.int16)
+    read_only.flags.writeable = False
+    for out, error in [
+        ((hi, lo[:7]), ValueError),
+        ((hi, lo[::2]), ValueError),
+        ((hi, lo.int()), TypeError),
+        ((hi.half(), lo), TypeError),
+        ((hi, read_only), TypeError),
+        ((hi, hi.view(torch.int16)), ValueError),
+        ((hi, master.view(torch.int16)[:8]), ValueError),
+    ]:
+        with pytest.raises(error):
+            cpu_adam.split(master, out=out)
+    assert not hi.any()
+    assert not lo.any()
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_split_master_is_the_fp32_master_bit_for_bit(hard_arrays, isa, decoupled, grad_dtype):

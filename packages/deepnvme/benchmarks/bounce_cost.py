@@ -1,5 +1,8 @@
 """What misaligned memory costs: bounced against direct, reading and writing, for several pools. JSON.
 
+`copy alone` is what NumPy takes to copy the same misaligned array out of, or into, a buffer of the pool's size that
+stays in the cache, piece by piece, without any drive: what a bounce cannot be much cheaper than.
+
     python benchmarks/bounce_cost.py DIR [--mib 512] [--rounds 5]
 """
 
@@ -14,9 +17,21 @@ from figures import put, rate_and_cpu
 
 import deepnvme
 
+_PIECE = 1 << 20  # as large as a bounced piece is
+
 
 def moved(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str) -> int:
     return getattr(io, op)(file, array).wait()
+
+
+def copied(array: np.ndarray, pool: np.ndarray, op: str) -> int:
+    """As the bounces of a transfer copy: pieces that go round the pool."""
+    for start in range(0, array.nbytes, _PIECE):
+        outside = array[start : start + _PIECE]
+        inside = pool[start % pool.nbytes :][: outside.nbytes]
+        target, source = (outside, inside) if op == "read" else (inside, outside)
+        np.copyto(target, source)
+    return array.nbytes
 
 
 def main() -> None:
@@ -38,10 +53,21 @@ def main() -> None:
     for array in arrays.values():
         array[:] = 1
     found: dict[str, dict[str, list[float]]] = {}
+
+    def add(name: str, gigabytes_per_second: float, cpu: float) -> None:
+        entry = found.setdefault(name, {"rate": [], "cpu": []})
+        entry["rate"].append(gigabytes_per_second)
+        entry["cpu"].append(cpu)
+
     with deepnvme.File.anonymous(given.directory, size=nbytes) as file:
         with deepnvme.Engine() as io:
             io.write(file, aligned).wait()  # the first write of a place is slower than all others
+        pool = deepnvme.empty(6 << 20).numpy()
+        pool[:] = 1
         for _ in range(given.rounds):
+            for op in ("read", "write"):
+                one = functools.partial(copied, arrays["64 bytes off (bounces)"], pool, op)
+                add(f"{op}, copy alone", *rate_and_cpu(one))
             for mib in (3, 6, 16, 48):
                 for name, array in arrays.items():
                     if mib != 6 and "bounces" not in name:
@@ -49,10 +75,8 @@ def main() -> None:
                     with deepnvme.Engine(bounce_buffers=mib) as io:
                         io.read(file, array[: 64 << 20]).wait()  # the pool's first touch
                         for op in ("read", "write"):
-                            gigabytes_per_second, cpu = rate_and_cpu(functools.partial(moved, io, file, array, op))
-                            entry = found.setdefault(f"{op}, {name}, {mib} MiB", {"rate": [], "cpu": []})
-                            entry["rate"].append(gigabytes_per_second)
-                            entry["cpu"].append(cpu)
+                            one = functools.partial(moved, io, file, array, op)
+                            add(f"{op}, {name}, {mib} MiB", *rate_and_cpu(one))
     report = {
         name: {
             "gigabytes_per_second": statistics.median(entry["rate"]),

@@ -1,4 +1,4 @@
-// A little memory on huge pages through which misaligned transfers pass, again and again.
+// A little memory, on huge pages or else contiguous, through which misaligned transfers pass, again and again.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ class BouncePool {
  public:
   explicit BouncePool(size_t nbytes);
 
-  // A slot of `nbytes`; nullptr when there is no room now, or no memory at all. Memory is taken at the first call: an
-  // engine that never bounces has none.
+  // A slot of `nbytes`, at most kContiguous; nullptr when there is no room now, or no memory at all. Memory is taken at
+  // the first call: an engine that never bounces has none.
   std::byte* take(size_t nbytes);
   void give_back(std::byte* slot, size_t nbytes);
   bool has_room(size_t nbytes) const { return first_fit(nbytes) < used_.size(); }
@@ -27,17 +27,25 @@ class BouncePool {
   // The most slots that there can be at once.
   size_t most_slots() const { return used_.size(); }
 
+  // What the memory lies on, once it was taken, in words.
+  const char* pages() const;
+
  private:
   static constexpr size_t kUnit = 64 << 10;
   static size_t units(size_t nbytes) { return (nbytes + kUnit - 1) / kUnit; }
 
-  // The first of so many free units in a row; used_.size() when there are none.
+  void take_memory();
+  // The first of so many free units in a row within one stretch; used_.size() when there are none.
   size_t first_fit(size_t nbytes) const;
   void mark(size_t first, size_t nbytes, bool used);
+  std::byte* at(size_t unit) const { return stretches_[unit / per_stretch_].data() + unit % per_stretch_ * kUnit; }
+  size_t unit_at(const std::byte* slot) const;
 
   size_t nbytes_;
-  AlignedMemory memory_;
-  std::vector<bool> used_;  // by unit
+  bool huge_;
+  size_t per_stretch_;                    // units
+  std::vector<AlignedMemory> stretches_;  // one on huge pages, else one for each piece of contiguous memory
+  std::vector<bool> used_;                // by unit
 };
 
 }  // namespace deepnvme

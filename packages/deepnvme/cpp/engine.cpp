@@ -15,7 +15,7 @@ namespace deepnvme {
 namespace {
 
 // Largest bounced piece: smaller ones cost more system calls, and a pool is to hold several.
-constexpr size_t kLargestSlot = 1 << 20;
+constexpr size_t kLargestSlot = 1 << 20;  // and no larger than kContiguous
 
 // Threads inherit the mask, so signals go to the threads of the program and never to ours.
 class SignalsBlocked {

@@ -13,6 +13,7 @@
 
 #include "aligned_memory.hpp"
 #include "backend.hpp"
+#include "bounce_pool.hpp"
 #include "crc32c.hpp"
 #include "dlpack.hpp"
 #include "engine.hpp"
@@ -331,6 +332,10 @@ PYBIND11_MODULE(_core, m) {
         return crc32c(value, reinterpret_cast<const void*>(address), nbytes);
       },
       "value"_a, "address"_a, "nbytes"_a);
+  m.def("bounce_pages", [](size_t nbytes) {
+    BouncePool pool(nbytes);
+    return pool.take(1) ? pool.pages() : "no memory";
+  });
   m.def("crc32c_kernels", [] {
     std::vector<std::string> names;
     for (const Crc32cKernel& kernel : crc32c_kernels()) names.emplace_back(kernel.name);

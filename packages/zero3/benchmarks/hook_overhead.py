@@ -1,7 +1,8 @@
 """What the hooks cost in Python: forward and backward of GPT blocks, beyond plain torch. Prints JSON.
 
-Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch; ours with shards that are never
-resident (gathers, saved views, reductions); ours with all in memory (no hooks needed); FSDP2. Alternated, medians.
+Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch once more (what it shows is noise);
+ours with shards that are never resident (gathers, saved views, reductions); ours with all in memory (no hooks needed);
+FSDP2. Each by its ratio to the plain step beside it, times the median plain step: medians, and their quartiles.
 
     python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 15] [--json FILE]
 """
@@ -9,6 +10,7 @@ resident (gathers, saved views, reductions); ours with all in memory (no hooks n
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -66,7 +68,7 @@ def as_units(model: nn.Sequential) -> nn.Sequential:
 
 
 KINDS = {
-    "plain": lambda model: model,
+    "plain again": lambda model: model,
     "zero3": lambda model: zero3.shard(as_units(model), store=Distant(torch.device("cpu"))),
     "zero3, all in memory": lambda model: zero3.shard(as_units(model)),
     "fsdp2": fsdp2,
@@ -74,42 +76,69 @@ KINDS = {
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:
+    """Microseconds of forward and backward, with the collections of garbage that they cause."""
+    gc.collect()  # they pay for nobody else's
     start = time.process_time()  # of the CPU: other work on the machine does not count
     model(x).sum().backward()
-    elapsed = time.process_time() - start
+    elapsed = (time.process_time() - start) * 1e6
     model.zero_grad()
     return elapsed
 
 
+def pair(plain: nn.Module, model: nn.Module, x: torch.Tensor, plain_first: bool) -> tuple[float, float]:
+    """Steps of both, one right after the other."""
+    if plain_first:
+        before = step(plain, x)
+        return before, step(model, x)
+    mine = step(model, x)
+    return step(plain, x), mine
+
+
 def measure(blocks: int, rounds: int) -> dict:
-    models = {kind: make(model_of(blocks)) for kind, make in KINDS.items()}
+    """Each round pairs every kind with a step of the plain model, in turns first and second; kinds in turns too."""
     x = torch.randn(1, 4, 16)
-    times: dict[str, list[float]] = {kind: [] for kind in models}
-    for number in range(rounds + 2):
-        for kind, model in models.items():
-            elapsed = step(model, x)
-            if number >= 2:
-                times[kind].append(elapsed)
-    microseconds = {kind: statistics.median(values) / blocks * 1e6 for kind, values in times.items()}
+    plain = model_of(blocks)
+    models = {kind: make(model_of(blocks)) for kind, make in KINDS.items()}
+    kinds = list(models)
+    pairs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    for number in range(-2, rounds):  # two to warm up
+        if number == 0:
+            gc.collect()
+            gc.freeze()  # a collection looks at what steps leave, not at torch and all models
+        first = number % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            times = pair(plain, models[kind], x, plain_first=number % 2 == 0)
+            if number >= 0:
+                pairs[kind].append(times)
+    gc.unfreeze()
+    # A machine that others share is fast for a while and slow for a while: the two steps of a pair meet the same.
+    plain_us = statistics.median(before for kind in kinds for before, _ in pairs[kind]) / blocks
+    extra = {kind: [(mine / before - 1) * plain_us for before, mine in pairs[kind]] for kind in kinds}
+    medians = {kind: statistics.median(values) for kind, values in extra.items()}
     return {
         "blocks": blocks,
-        "us_per_block": {kind: round(value, 1) for kind, value in microseconds.items()},
-        "extra_us_per_block": {kind: round(value - microseconds["plain"], 1) for kind, value in microseconds.items()},
+        "rounds": rounds,
+        "plain_us_per_block": round(plain_us, 1),
+        "extra_us_per_block": {kind: round(value, 1) for kind, value in medians.items()},
+        "quartiles": {
+            kind: [round(value, 1) for value in statistics.quantiles(values)[::2]] for kind, values in extra.items()
+        },
+        "part_of_fsdp2": {kind: round(medians[kind] / medians["fsdp2"], 3) for kind in kinds if kind != "fsdp2"},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[10, 100])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30, help="of 100 blocks; more where they are fewer")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29581")
     dist.init_process_group("gloo", rank=0, world_size=1)
-    rows = [measure(blocks, arguments.rounds) for blocks in arguments.blocks]
-    result = json.dumps({"torch": torch.__version__, "threads": 1, "rounds": arguments.rounds, "rows": rows}, indent=1)
+    rows = [measure(blocks, max(arguments.rounds * 100 // blocks, 5)) for blocks in arguments.blocks]
+    result = json.dumps({"torch": torch.__version__, "threads": 1, "rows": rows}, indent=1)
     print(result)
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -341,3 +341,66 @@ def test_amp_autocast_keeps_copies_of_weights():
             loss = one.loss(one.data(0)) + one.loss(one.data(1))
         loss.backward()
     assert_same(full_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("keep", [lambda tensor: tensor, lambda tensor: tensor.cpu()])
+def test_hooks_of_the_user_that_keep_the_parameters_themselves(keep):
+    """Backward uses the Parameter objects then, which show the unit's values only where somebody has kept them."""
+
+    class Kept(Regression):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(12), nn.Linear(12, 12)
+            self.keeps = True
+
+        def forward(self, x):
+            if not self.keeps:
+                return self.out(F.layer_norm(x, (12,), self.norm.weight, self.norm.bias))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                x = F.layer_norm(x, (12,), self.norm.weight, self.norm.bias)
+            return self.out(x)
+
+    plain, model = distant_pair(Kept, unit_size="1GiB")
+    (unit,) = zero3.units(model)
+    for one in (plain, model):
+        early = one.loss(one.data(0))
+        one.keeps = False
+        later = one.loss(one.data(1))
+        later.backward()
+        early.backward()
+    assert_same(full_gradients(model), gradients_of(plain))
+    assert unit.held_outside
+
+
+@pytest.mark.parametrize("make", [SmallGPT, *VIEWS])
+def test_where_nobody_keeps_parameters_backward_spares_itself_their_values(make):
+    _, model = distant_pair(make)
+    train_sharded(model, 2)
+    held = {unit.name for unit in zero3.units(model) if unit.held_outside}
+    if make is CustomFunction:  # its `ctx` keeps them
+        assert held
+    else:  # the embedding's use from outside gathers it until its gradient comes, which torch hands over with it
+        assert held <= {"embedding"}
+
+
+def test_what_saves_a_parameter_again_shares_its_view_until_the_values_change():
+    _, model = distant_pair(Perceptron, unit_size="1GiB")
+    (unit,) = zero3.units(model)
+    assert not unit.has_saved_views
+    early, again = (model.loss(model.data(step)) for step in range(2))
+    shared = set(map(id, unit.shared_views.values()))
+    assert len(shared) == 3  # the first layer's input needs no gradient
+    again.backward()
+    assert set(map(id, unit.shared_views.values())) == shared
+    assert unit.has_saved_views
+    with torch.no_grad():
+        model.layers[1].weight.mul_(2)
+    changed = model.loss(model.data(2))
+    assert len(shared & set(map(id, unit.shared_views.values()))) == 2
+    changed.backward()
+    assert unit.has_saved_views
+    with pytest.raises(zero3.StaleViewError, match=r"layers\.1"):
+        early.backward()
+    del early, again, changed
+    gc.collect()  # of the traceback
+    assert not unit.has_saved_views

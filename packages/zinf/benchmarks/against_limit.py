@@ -31,17 +31,17 @@ import zinf
 from deepnvme.bench import fio
 from deepnvme.bench.sweep import Point, Workspace
 
-_BLOCK, _DEPTH = 4 << 20, 16  # the best of fio's own sweep on the drives that were tried
-_FILE = 1 << 30
+BLOCK_AND_DEPTH = (4 << 20, 16)  # the best of fio's own sweep on the drives that were tried
+FILE = 1 << 30
 
 
 def drive_rates(directory: str) -> dict[str, float]:
     """Bytes a second that fio reads, overwrites, and does half of each; medians of three."""
-    with Workspace(directory, _FILE) as space:
+    with Workspace(directory, FILE) as space:
         taken: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
         for _ in range(3):
             for op, rates in taken.items():
-                found = fio.measure(space, Point(op, "io_uring", _BLOCK, _DEPTH), 2)
+                found = fio.measure(space, Point(op, "io_uring", *BLOCK_AND_DEPTH), 2)
                 rates.append(found["gigabytes_per_second"] * 1e9)
     return {op: statistics.median(rates) for op, rates in taken.items()}
 
@@ -57,8 +57,8 @@ def speeds_together(trainee: Trainee, directory: str, mixed: float) -> dict[str,
     """What is left of the speed of computation and of drive (`mixed` bytes a second alone) when both run."""
     trainee.step()
     alone = statistics.median(trainee.step().seconds for _ in range(3))
-    with Workspace(directory, _FILE) as space, ThreadPoolExecutor(1) as beside:
-        found = beside.submit(fio.measure, space, Point("mixed", "io_uring", _BLOCK, _DEPTH), 6 * alone)
+    with Workspace(directory, FILE) as space, ThreadPoolExecutor(1) as beside:
+        found = beside.submit(fio.measure, space, Point("mixed", "io_uring", *BLOCK_AND_DEPTH), 6 * alone)
         seconds = []
         while not found.done():
             seconds.append(trainee.step().seconds)

@@ -7,6 +7,10 @@ Steps alternate between plain torch with its own AdamW, everything in memory on 
 on NVMe with nothing resident. `of_memory` is a step over the same step in memory; `of_torch` the step in memory over
 plain torch's (in bf16 that one updates less: it has no float32 master). `compute_over_drive` is how many times longer
 the step in memory takes than the drive alone with the mode's bytes, at fio's rates: the claim is of 2 and more.
+
+`of_memory_beside_fio` compares with the step in memory while fio moves, beside it, what the mode moves: as many bytes
+read and written a second, in blocks of the same size. On a virtual machine whose host copies the drive's bytes on the
+cores that compute, no program that moves those bytes could be faster than that.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from against_limit import PHASES, drive_rates, drive_seconds, medians
+from against_limit import BLOCK_AND_DEPTH, FILE, drive_rates, drive_seconds, medians
 from record import put, settings, spread
-from trainee import OVERLAPS, Step, Trainee, in_turn, same_losses
+from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses
 
 import zinf
 from deepnvme.bench import fio
+from deepnvme.bench.sweep import Point, Workspace
 from zinf.models.gpt import GPT
 from zinf.models.model_names import parse_model
 
@@ -54,14 +60,38 @@ class Plain:
         return time.perf_counter() - begun
 
 
-def compare(steps: list[Step], memory: list[Step], rates: dict[str, float]) -> dict[str, Any]:
+class Offloaded:
+    """A mode's trainee, and one in memory that computes the same while fio moves the bytes of the first."""
+
+    def __init__(self, mode: zinf.Config, memory: zinf.Config, space: Workspace, sizes: dict[str, Any]):
+        self.trainee, self._beside, self._space = Trainee(mode, **sizes), Trainee(memory, **sizes), space
+
+    def step(self) -> tuple[Step, Step, float]:
+        """Of the mode; in memory beside fio; and the bytes a second of fio over those of the mode."""
+        step = self.trainee.step()
+        rates = tuple(sum(step.moved[name][way] for name in PHASES) / step.seconds for way in ("read", "written"))
+        point, until = Point("mixed", "io_uring", *BLOCK_AND_DEPTH), 2 + 1.5 * step.seconds
+        with ThreadPoolExecutor(1) as beside:
+            running = beside.submit(fio.measure, self._space, point, until, rates)  # it takes a moment to start
+            time.sleep(0.5)
+            other = self._beside.step()
+            if running.done():
+                raise RuntimeError(f"fio ended before the step beside it: {running.result()}")
+        return step, other, running.result()["gigabytes_per_second"] * 1e9 / sum(rates)
+
+
+def ratios(steps: list[Step], others: list[Step]) -> list[float]:
+    return [step.seconds / other.seconds for step, other in zip(steps, others, strict=True)]
+
+
+def compare(steps: list[Step], memory: list[Step], beside: list[Step], rates: dict[str, float]) -> dict[str, Any]:
     """A mode's steps beside those in memory."""
-    ratios = [step.seconds / other.seconds for step, other in zip(steps, memory, strict=True)]
     found = medians(steps)
     drive = sum(drive_seconds(found["moved"][name], rates) for name in PHASES)
     return {
         "seconds": found["seconds"],
-        "of_memory": spread(ratios),
+        "of_memory": spread(ratios(steps, memory)),
+        "of_memory_beside_fio": spread(ratios(steps, beside)),
         "drive_seconds": drive,
         "compute_over_drive": medians(memory)["seconds"] / drive,
         "stall_share": statistics.median(step.report["seconds"]["stall"] / step.seconds for step in steps),
@@ -86,26 +116,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="compute-bound-") as drive:
         rates = drive_rates(drive)
         dtype = DTYPES[given.dtype]
-        configs = {"memory": zinf.Config.preset("zero3", dtype=dtype, overlap_optimizer=False)}
-        for mode in given.modes:
-            configs[mode] = zinf.Config.preset(
-                "inf-nvme", nvme=[drive], resident=0, dtype=dtype, checksum=given.checksum,
-                overlap_optimizer=OVERLAPS[mode],
-            )  # fmt: skip
-        trainees = {name: Trainee(config, **sizes) for name, config in configs.items()}
-        taken = in_turn({"torch": Plain(given), **trainees}, 1 + given.steps)
-    seconds = taken.pop("torch")
-    memory = taken["memory"][1:]
-    of_torch = [step.seconds / other for step, other in zip(memory, seconds[1:], strict=True)]
+        in_memory = zinf.Config.preset("zero3", dtype=dtype, overlap_optimizer=False)
+        memory = Trainee(in_memory, **sizes)
+        with Workspace(drive, FILE) as space:
+            modes = {
+                mode: Offloaded(
+                    zinf.Config.preset(
+                        "inf-nvme", nvme=[drive], resident=0, dtype=dtype, checksum=given.checksum,
+                        overlap_optimizer=OVERLAPS[mode],
+                    ),
+                    in_memory, space, sizes,
+                )
+                for mode in given.modes
+            }  # fmt: skip
+            taken = in_turn({"torch": Plain(given), "memory": memory, **modes}, 1 + given.steps)
+    seconds, in_memory_steps = taken["torch"][1:], taken["memory"][1:]
+    offloaded = {mode: [list(of_one) for of_one in zip(*taken[mode][1:], strict=True)] for mode in given.modes}
+    runs = [in_memory_steps, *(run for of_mode in offloaded.values() for run in of_mode[:2])]
     record = {
         "settings": settings(given),
-        "parameters": trainees["memory"].sizes.numel,
+        "parameters": memory.sizes.numel,
         "fio_bytes_per_second": rates,
-        "same_losses": same_losses(taken.values()),
-        "torch_seconds": statistics.median(seconds[1:]),
-        "memory_seconds": statistics.median(step.seconds for step in memory),
-        "of_torch": spread(of_torch),
-        "modes": {mode: compare(taken[mode][1:], memory, rates) for mode in given.modes},
+        "same_losses": same_losses(runs),
+        "torch_seconds": statistics.median(seconds),
+        "memory_seconds": statistics.median(step.seconds for step in in_memory_steps),
+        "of_torch": spread([step.seconds / other for step, other in zip(in_memory_steps, seconds, strict=True)]),
+        "modes": {
+            mode: {**compare(steps, in_memory_steps, beside, rates), "fio_beside_of_mode": spread(of_rates)}
+            for mode, (steps, beside, of_rates) in offloaded.items()
+        },
     }
     put(record, given.json)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,24 +23,47 @@ class Outcome:
     killed: int  # processes that the kernel killed for want of memory
 
 
+@dataclass(frozen=True)
+class Group:
+    """A memory cgroup that lives."""
+
+    folder: Path
+
+    @property
+    def peak(self) -> int:
+        """As Outcome's, so far."""
+        v1 = version("memory") == 1
+        return int((self.folder / ("memory.max_usage_in_bytes" if v1 else "memory.peak")).read_text())
+
+    @property
+    def killed(self) -> int:
+        v1 = version("memory") == 1
+        return _fields(self.folder / ("memory.oom_control" if v1 else "memory.events")).get("oom_kill", 0)
+
+
+@contextmanager
+def memory_group(limit: int | None = None) -> Iterator[Group]:
+    """A group for at most `limit` bytes. Raises OSError when none can be made (not root, none mounted)."""
+    bound = [] if limit is None else [str(limit)]
+    limits = {1: {"memory.limit_in_bytes": bound}, 2: {"memory.max": bound}}
+    with control_group("memory", limits) as folder:
+        yield Group(folder)
+
+
 def run_inside(limit: int, command: Sequence[str], *, timeout: float) -> Outcome:
     """Run `command` with at most `limit` bytes. Raises OSError when no cgroup can be made (not root, none mounted).
 
     MEMORY_CGROUP in its environment is the cgroup's folder, for `file_pages`.
     """
-    limits = {1: {"memory.limit_in_bytes": [str(limit)]}, 2: {"memory.max": [str(limit)]}}
-    with control_group("memory", limits) as folder:
+    with memory_group(limit) as group:
         done = subprocess.run(
-            joining(folder, command),
+            joining(group.folder, command),
             capture_output=True,
             text=True,
             timeout=timeout,
-            env={**os.environ, "MEMORY_CGROUP": str(folder)},
+            env={**os.environ, "MEMORY_CGROUP": str(group.folder)},
         )
-        v1 = version("memory") == 1
-        peak = int((folder / ("memory.max_usage_in_bytes" if v1 else "memory.peak")).read_text())
-        events = _fields(folder / ("memory.oom_control" if v1 else "memory.events"))
-        return Outcome(done.returncode, done.stdout, done.stderr, peak, events.get("oom_kill", 0))
+        return Outcome(done.returncode, done.stdout, done.stderr, group.peak, group.killed)
 
 
 def file_pages() -> int | None:

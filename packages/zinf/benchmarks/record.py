@@ -12,7 +12,7 @@ from typing import Any
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without where it is done and how."""
-    places = ("json", "nvme", "out", "inside")
+    places = ("json", "nvme", "out", "inside", "serve")
     return {key: _plain(value) for key, value in vars(given).items() if key not in places}
 
 

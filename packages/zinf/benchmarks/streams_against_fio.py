@@ -4,6 +4,8 @@
 
 Each operation must read and write a known number of bytes a parameter. Its figure is the rate at which it moved these
 bytes, over the rate of fio's sequential direct I/O with the same mixture of reads and writes; alternated, medians.
+Where the operation writes a new file, so does fio, and ends as it does when that is durable. Two rounds come first that
+do not count: the first write of a place is slower than all later ones, and a new checkpoint lies beside the old one.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ WIDTH = 2048
 # Bytes of a bfloat16 parameter with its states that must be read and written: all of param 2, remainder 2 and moments
 # 8 in a checkpoint; the param alone in an export; an export in, param and remainder out.
 NEEDED = {"save": (12, 12), "load": (12, 12), "export": (2, 2), "load_pretrained": (2, 4)}
+WRITES_A_NEW_FILE = ("save", "export")
+FIO_BYTES = 6 << 30
+_WARM_UP = 2
 
 
 def build(drive: Path, parameters: float) -> tuple[nn.Module, zinf.AdamW]:
@@ -49,33 +54,45 @@ def operations(folder: Path, model: nn.Module, optimizer: zinf.AdamW) -> dict[st
     }
 
 
-def fio(folder: Path, read_share: float, seconds: int) -> float:
-    """Bytes a second, read and written together."""
+def fio(folder: Path, read: int, written: int, new_file: bool) -> float:
+    """Bytes a second, read and written together, of two jobs at once that share FIO_BYTES in this proportion."""
+    files = {"read": folder / "fio-read", "write": folder / "fio-written"}
+    if new_file:
+        files["write"].unlink(missing_ok=True)  # and flushed at the end: without it a drive's cache would be measured
+    parts = {"read": FIO_BYTES * read // (read + written), "write": FIO_BYTES * written // (read + written)}
     command = [
-        "fio", "--name=limit", "--output-format=json", f"--filename={folder / 'fio'}", f"--size={1 << 30}",
-        "--rw=rw", f"--rwmixread={round(100 * read_share)}", f"--bs={4 << 20}", "--ioengine=io_uring",
-        "--iodepth=16", "--direct=1", "--time_based", f"--runtime={seconds}",
+        "fio", "--output-format=json", f"--bs={4 << 20}", "--ioengine=io_uring", "--iodepth=16", "--direct=1",
+        "--fallocate=native", f"--end_fsync={int(new_file)}",
     ]  # fmt: skip
+    for way, nbytes in parts.items():
+        size = nbytes // (4 << 20) * (4 << 20)
+        command += [f"--name={way}", f"--rw={way}", f"--filename={files[way]}", f"--size={size}"]
     huge_pages = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     found = subprocess.run(command, env=huge_pages, capture_output=True, text=True, check=True).stdout
-    job = json.loads(found[found.index("{") :])["jobs"][0]
-    return job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
+    jobs = json.loads(found[found.index("{") :])["jobs"]
+    moved = sum(job[way]["io_bytes"] for job, way in zip(jobs, parts, strict=True))
+    return moved / max(job["job_runtime"] / 1e3 for job in jobs)
 
 
-def measure(drive: Path, parameters: float, repeats: int, fio_seconds: int) -> dict:
+def measure(drive: Path, parameters: float, repeats: int) -> dict:
     model, optimizer = build(drive, parameters)
     numel = sum(param.numel() for param in model.parameters())
     run = operations(drive, model, optimizer)
     rates: dict[str, list[float]] = {name: [] for name in run}
     limits: dict[str, list[float]] = {name: [] for name in run}
-    for _ in range(repeats):
+    for new_file in (True, False):  # the files that it reads and overwrites from now on
+        fio(drive, 1, 1, new_file)
+    for number in range(_WARM_UP + repeats):
         for name, operation in run.items():
             read, write = NEEDED[name]
             os.sync()  # what was written before is not written during this
             started = time.perf_counter()
             operation()
-            rates[name].append(numel * (read + write) / (time.perf_counter() - started))
-            limits[name].append(fio(drive, read / (read + write), fio_seconds))
+            rate = numel * (read + write) / (time.perf_counter() - started)
+            if number < _WARM_UP:
+                continue
+            rates[name].append(rate)
+            limits[name].append(fio(drive, read, write, name in WRITES_A_NEW_FILE))
     return {
         "parameters": numel,
         "operations": {
@@ -96,13 +113,12 @@ def main() -> None:
     parser.add_argument("--nvme", type=Path, required=True, help="a directory on the drive")
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--fio-seconds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the record into this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     folder = Path(tempfile.mkdtemp(dir=arguments.nvme))
     try:
-        record = measure(folder, arguments.parameters, arguments.repeats, arguments.fio_seconds)
+        record = measure(folder, arguments.parameters, arguments.repeats)
     finally:
         shutil.rmtree(folder)
     put(record, arguments.json)

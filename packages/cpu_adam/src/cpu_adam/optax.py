@@ -65,7 +65,7 @@ def adamw(
             raise ValueError("update needs params=: the weight decay is computed from them")
         structure = jax.tree.structure(grads)
         decayed = mask(params) if callable(mask) else mask
-        flags = [True] * structure.num_leaves if decayed is None else jax.tree.leaves(decayed)
+        flags = [True] * len(jax.tree.leaves(grads)) if decayed is None else jax.tree.leaves(decayed)
         rates = [weight_decay if flag else 0.0 for flag in flags]
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         columns = [jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, params)]

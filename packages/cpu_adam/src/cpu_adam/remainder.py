@@ -16,21 +16,29 @@ from cpu_adam.instruction_sets import index_of
 from cpu_adam.thread_count import thread_count
 
 
-def split(master: Any, *, threads: int | None = None, isa: str | None = None) -> tuple[Any, Any]:
+def split(
+    master: Any, *, out: tuple[Any, Any] | None = None, threads: int | None = None, isa: str | None = None
+) -> tuple[Any, Any]:
     """fp32 master -> (hi, lo), each of its shape.
 
     A torch tensor gives (bfloat16, int16) tensors; any other array gives numpy (uint16, int16), the first
     holding bfloat16 bit patterns. `join` gives back every bit, but of NaN only that it is one.
+    `out`: a (hi, lo) to be written instead, of the master's shape: (bfloat16 or uint16, int16).
 
-    Raises TypeError unless `master` is float32 on the CPU, ValueError if it is not contiguous.
+    Raises TypeError unless `master` is float32 on the CPU, ValueError if it is not contiguous; the same for `out`, and
+    ValueError where arrays share memory. Then nothing is written.
     """
     source = arrays.describe("master", master)
     arrays.require(source, ("float32",))
-    hi, lo = (_empty_like(master, source, dtype) for dtype in ("bfloat16", "int16"))
+    hi, lo = out or (_empty_like(master, source, dtype) for dtype in ("bfloat16", "int16"))
+    high, low = arrays.describe("hi", hi), arrays.describe("lo", lo)
+    arrays.require(high, ("bfloat16", "uint16"), writable=True, shape=source.shape)
+    arrays.require(low, ("int16",), writable=True, shape=source.shape)
+    arrays.require_apart([source, high, low])
     lib.adam_split(
         ffi.cast("float *", source.address),
-        ffi.cast("uint16_t *", arrays.describe("hi", hi).address),
-        ffi.cast("int16_t *", arrays.describe("lo", lo).address),
+        ffi.cast("uint16_t *", high.address),
+        ffi.cast("int16_t *", low.address),
         source.numel,
         index_of(isa),
         thread_count(threads, source.numel),

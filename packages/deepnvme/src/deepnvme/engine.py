@@ -30,7 +30,7 @@ _MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
 _DEFAULT_DEPTH = 32
 _DEFAULT_BLOCK = 2 << 20
 _DEFAULT_THREADS = 8
-_DEFAULT_BOUNCE_BUFFERS = 6  # enough for the drive, few enough to stay in the cache, where copying costs half
+DEFAULT_BOUNCE_BUFFERS = 6  # enough for the drive, few enough to stay in the cache, where copying costs half
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -240,7 +240,7 @@ class Engine:
         backend, depth, block, threads, bounce_buffers = self._wanted
         self.queue_depth: int = _check_depth(_first(depth, profile.queue_depth, _DEFAULT_DEPTH))
         self.block_size: int = _check_block(_first(block, profile.block_size, _DEFAULT_BLOCK))
-        slots = _first(bounce_buffers, profile.bounce_buffers, _DEFAULT_BOUNCE_BUFFERS)
+        slots = _first(bounce_buffers, profile.bounce_buffers, DEFAULT_BOUNCE_BUFFERS)
         self.bounce_buffers: int = _check_count("bounce_buffers", slots, 4096)
         self.backend, self.threads, self._core = self._start_core(backend, _first(threads, profile.threads))
         self._in_flight = InFlight(self._core)

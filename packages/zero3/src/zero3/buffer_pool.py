@@ -73,23 +73,23 @@ class PooledBuffer:
     """A stretch of memory and the tensors that the pool itself has on it.
 
     storage   (nbytes,) uint8, the whole buffer
-    address   of its storage object, as `untyped_storage()._cdata` of any view of it tells
+    start     address of its first byte
     """
 
-    __slots__ = ("_laid_out", "_own_uses", "_placed", "_storage", "address", "nbytes", "storage", "users")
+    __slots__ = ("_laid_out", "_own_uses", "_placed", "_storage", "nbytes", "start", "storage", "users")
 
     def __init__(self, storage: Tensor):
         self.storage = storage
         self.nbytes = storage.numel()
+        self.start = storage.data_ptr()
         self._storage = storage.untyped_storage()
-        self.address = self._storage._cdata
         self._laid_out: dict[Layout, tuple[Tensor, list[Tensor]]] = {}
         self._placed: dict[Place, Tensor] = {}
         self._own_uses = self._uses()
         self.users = ""  # who took it last, for messages
 
     def _uses(self) -> int:
-        return torch._C._storage_Use_Count(self.address)
+        return torch._C._storage_Use_Count(self._storage._cdata)
 
     def viewed_elsewhere(self) -> bool:
         """Whether anybody but the pool holds a tensor on this memory."""
@@ -147,10 +147,8 @@ class BufferPool:
         """A buffer of at least `nbytes` bytes with arbitrary contents."""
         if self._retired:
             self._reclaim()
-        buffer = self._best_fit(nbytes)
-        if buffer is not None:
-            self._free.remove(buffer)
-        else:
+        buffer = self._take_free(nbytes)
+        if buffer is None:
             self._make_room(nbytes)
             buffer = PooledBuffer(self._allocate(max(nbytes, 64)))
             self.nbytes += buffer.nbytes
@@ -160,15 +158,15 @@ class BufferPool:
             self.peak_in_use = self.in_use
         return buffer
 
-    def _best_fit(self, nbytes: int) -> PooledBuffer | None:
+    def _take_free(self, nbytes: int) -> PooledBuffer | None:
         """The smallest free buffer that fits without much waste."""
         best, best_nbytes = None, max(2 * nbytes, nbytes + 65536) + 1
-        for buffer in self._free:
-            if nbytes <= buffer.nbytes < best_nbytes:
-                best, best_nbytes = buffer, buffer.nbytes
-                if best_nbytes == nbytes:
-                    break
-        return best
+        for place, buffer in enumerate(self._free):
+            if buffer.nbytes == nbytes:
+                return self._free.pop(place)
+            if nbytes < buffer.nbytes < best_nbytes:
+                best, best_nbytes = place, buffer.nbytes
+        return None if best is None else self._free.pop(best)
 
     def give_back(self, buffer: PooledBuffer) -> None:
         """Return a buffer; all of the taker's own tensors on it must be gone."""

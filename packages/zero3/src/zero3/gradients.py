@@ -12,6 +12,7 @@ agree which parameters have a gradient at all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,16 +22,18 @@ from . import collectives, unit_state
 from .errors import UnsupportedError
 from .first_rank_log import first_rank_logger
 from .own_hook import OwnHook
-from .parameter_forms import ShardGradient, take_raw_grads, without_noticing
-from .unit_state import GradState, move_grad
+from .parameter_forms import ShardGradient, take_raw_grads, will_come, without_noticing
+from .unit_state import ACCUMULATING, COMMITTED, NONE, REDUCED, REDUCING, move_grad
 
 if TYPE_CHECKING:
+    from .buffer_pool import PooledBuffer
     from .partitioned_model import PartitionedModel
     from .unit import ParamSlot, Unit
 
 log = first_rank_logger(__name__)
 
 
+_DENSE = torch.strided
 _current_task = torch._C._current_graph_task_id
 _will_run = torch._C._will_engine_execute_node
 
@@ -48,9 +51,9 @@ class _Reduction:
 
 def _collected(unit: Unit) -> dict[int, Tensor]:
     """The whole gradients that autograd has left, by the slots' numbers; none is there afterwards."""
-    grads = {index: grad for index, grad in enumerate(take_raw_grads(unit.slots)) if grad is not None}
+    grads = {index: grad for index, grad in enumerate(take_raw_grads(unit.params)) if grad is not None}
     for index, grad in grads.items():
-        if grad.layout is not torch.strided:
+        if grad.layout is not _DENSE:
             raise UnsupportedError(
                 f"the gradient of {unit.slots[index].name} is {grad.layout}: a partitioned one must be dense "
                 "(for an embedding: sparse=False)"
@@ -81,7 +84,7 @@ class Gradients:
             return
         for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
             unit.unwatched.remove(slot)
-            hook = OwnHook(self._arrived, slot)
+            hook = OwnHook(self._arrived, unit, slot.index)
             with without_noticing():
                 self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
 
@@ -90,41 +93,42 @@ class Gradients:
             if slot in self._hooks:
                 self._hooks.pop(slot).remove()
 
-    def _arrived(self, slot: ParamSlot, _param: Tensor) -> None:
-        """Autograd has finished this parameter's gradient of the running backward. It waits where autograd left it."""
-        unit = slot.unit
-        task = _current_task()
-        awaited = unit.awaited.get(task)
+    def _arrived(self, unit: Unit, index: int, _param: Tensor) -> None:
+        """Autograd has finished a parameter's gradient of the running backward. It waits where autograd left it."""
+        awaited = unit.awaited.get(_current_task())
         if awaited is None:
-            self._unsettled = True
-            self._model.backward_runs()
-            awaited = unit.awaited[task] = self._will_come(unit)
-            self._begin(unit)
-        awaited.discard(slot.index)
+            awaited = self._first_arrival(unit)
+        awaited.discard(index)
         if not awaited:
-            if len(unit.awaited) == 1:
-                unit.fresh_grads = _collected(unit)
-            del unit.awaited[task]
-            if not unit.awaited:
-                self._complete(unit)
+            self._last_arrival(unit)
+
+    def _first_arrival(self, unit: Unit) -> set[int]:
+        """The slots whose gradient this backward will finish; a unit with unused ones is complete early."""
+        self._unsettled = True
+        self._model.backward_runs()
+        awaited = unit.awaited[_current_task()] = will_come(unit, _will_run)
+        self._begin(unit)
+        return awaited
+
+    def _last_arrival(self, unit: Unit) -> None:
+        if len(unit.awaited) == 1:
+            unit.fresh_grads = _collected(unit)
+        del unit.awaited[_current_task()]
+        if not unit.awaited:
+            self._complete(unit)
 
     def _begin(self, unit: Unit) -> None:
         """→ ACCUMULATING. An earlier part of the same backward (a reentrant segment) may still be on its way."""
         if unit.reducing is not None:
             self._finish(unit)
-        if unit.grad_state is GradState.COMMITTED:
+        if unit.grad_state is COMMITTED:
             self._model.store.before_use(unit)  # the update that owns the gradient must run before it changes
-            move_grad(unit, GradState.NONE)
-        if unit.grad_state is not GradState.ACCUMULATING:
-            move_grad(unit, GradState.ACCUMULATING)
-
-    def _will_come(self, unit: Unit) -> set[int]:
-        """Slots whose gradient the running backward will finish; a unit with unused ones is complete early."""
-        with without_noticing():
-            return {slot.index for slot in unit.slots if slot.param.requires_grad and _will_run(slot.accumulator())}
+            move_grad(unit, NONE)
+        if unit.grad_state is not ACCUMULATING:
+            move_grad(unit, ACCUMULATING)
 
     def _complete(self, unit: Unit) -> None:
-        self._arrivals.update([unit.slots[i] for i in unit.fresh_grads])
+        self._arrivals.update(map(unit.slots.__getitem__, unit.fresh_grads))
         if self._sync:
             self._reduce(unit)
         else:
@@ -137,11 +141,12 @@ class Gradients:
         """The unit's fresh gradients into `flat` (padded_numel,), of which `views` are the slots; zeros elsewhere."""
         unit.clear_gaps(flat)
         grads, unit.fresh_grads = unit.fresh_grads, {}
-        for index, view in enumerate(views):
-            if index not in grads:
-                view.zero_()
+        if len(grads) < len(views):
+            for index, view in enumerate(views):
+                if index not in grads:
+                    view.zero_()
         if grads:
-            torch._foreach_copy_([views[i] for i in grads], list(grads.values()))
+            torch._foreach_copy_(list(map(views.__getitem__, grads)), list(grads.values()))
         return list(grads)
 
     def _reduce(self, unit: Unit) -> None:
@@ -159,8 +164,11 @@ class Gradients:
             buffers.append(pool.take(numel * dtype.itemsize, unit.name))
             return buffers[-1].flat(numel, dtype)
 
-        move_grad(unit, GradState.REDUCING)
+        move_grad(unit, REDUCING)
         self._reduced.add(unit)
+        if self._model.ranks.size == 1:  # nobody to wait for
+            self._hand_over(unit, flat, slots, buffers)
+            return
         what = f"reducing the gradient of unit {unit.name}"
         if self._model.shard_ranks > 1:
             wait = collectives.reduce_scatter(self._model.ranks, flat, scratch, unit.index, what)
@@ -174,8 +182,6 @@ class Gradients:
         self._in_flight.append(_Reduction(unit, wait, buffers, slots))
         unit.reducing = self._in_flight[-1]
         self._largest_reduction = max(self._largest_reduction, unit.reducing.nbytes)
-        if self._model.ranks.size == 1:
-            self._finish(unit)
 
     def _bound_in_flight(self) -> None:
         """Before the next reduction: at most as much is on its way as the largest takes. Waits for the oldest.
@@ -190,37 +196,32 @@ class Gradients:
     def _finish(self, unit: Unit) -> None:
         """Wait for the unit's reduction and hand the shard to the store."""
         reduction: _Reduction = unit.reducing
-        shard = self._await(reduction)
+        with self._model.scheduler.awaiting("reduce", unit):
+            shard = reduction.wait()
         self._in_flight.remove(reduction)
-        self._clear_absent(unit)
-        for index in reduction.slots:
-            unit.slots[index].has_grad = True
-        move_grad(unit, GradState.REDUCED)
-        self._model.store.gradient_arrived(unit, shard)
-        self._let_go(unit, reduction)
-        self._model.scheduler.gradient_complete(unit)
-
-    def _await(self, reduction: _Reduction) -> Tensor:
-        if self._model.ranks.size == 1:  # nobody to wait for
-            return reduction.wait()
-        with self._model.scheduler.awaiting("reduce", reduction.unit):
-            return reduction.wait()
-
-    def _let_go(self, unit: Unit, reduction: _Reduction) -> None:
         unit.reducing = None
         buffers, reduction.buffers, reduction.wait = reduction.buffers, [], None
+        self._hand_over(unit, shard, reduction.slots, buffers)
+
+    def _hand_over(self, unit: Unit, shard: Tensor, slots: Iterable[int], buffers: list[PooledBuffer]) -> None:
+        """The reduced gradient goes to the store, and the memory that the reduction took to the pool."""
+        self._clear_absent(unit)
+        unit.with_grad.update(slots)
+        move_grad(unit, REDUCED)
+        self._model.store.gradient_arrived(unit, shard)
         for buffer in buffers:
             self._model.pool.give_back(buffer)
+        self._model.scheduler.gradient_complete(unit)
 
     def _clear_absent(self, unit: Unit) -> None:
         """Parts of the stored gradient whose parameter had its `.grad` set to None must not be added to."""
-        absent = [slot for slot in unit.slots if not slot.has_grad]
-        if not absent or len(absent) == len(unit.slots):
+        if len(unit.with_grad) in (0, len(unit.slots)):
             return
         stored = self._model.store.gradient(unit)
         if stored is not None:
-            for slot in absent:
-                stored[slot.start : slot.stop].zero_()
+            for slot in unit.slots:
+                if not slot.has_grad:
+                    stored[slot.start : slot.stop].zero_()
 
     # -- no_sync ---------------------------------------------------------------------------------------------
 
@@ -292,9 +293,9 @@ class Gradients:
                 log.warning("unit %s: its gradient of an aborted backward is dropped", unit.name)
                 unit.awaited.clear()
                 unit.fresh_grads.clear()
-                take_raw_grads(unit.slots)
+                take_raw_grads(unit.params)
                 if not unit.unsynced_slots:
-                    unit_state.forget_fresh(unit, reduced=any(slot.has_grad for slot in unit.slots))
+                    unit_state.forget_fresh(unit, reduced=bool(unit.with_grad))
 
     def _agree(self, arrivals: set[ParamSlot]) -> set[ParamSlot]:
         """Reduce what is left: what no_sync kept, and, with zeros, units that only other ranks used.
@@ -318,7 +319,7 @@ class Gradients:
         for slot in with_gradient:
             if slot.unit.reducing is not None:
                 slot.unit.reducing.slots.add(slot.index)
-            elif slot.unit.grad_state is GradState.REDUCED:  # else it was used up already, by an update in backward
+            elif slot.unit.grad_state is REDUCED:  # else it was used up already, by an update in backward
                 slot.has_grad = True
         return with_gradient
 
@@ -385,20 +386,20 @@ class Gradients:
                 self._drop_unsynced(unit)
             elif unit.unsynced is not None:
                 slot.view_of(unit.unsynced).zero_()
-        if any(other.has_grad for other in unit.slots) or unit.unsynced_slots:
+        if unit.with_grad or unit.unsynced_slots:
             return
         self._model.store.drop_gradient(unit)
-        if unit.grad_state in (GradState.ACCUMULATING, GradState.REDUCED, GradState.COMMITTED):
-            move_grad(unit, GradState.NONE)
+        if unit.grad_state in (ACCUMULATING, REDUCED, COMMITTED):
+            move_grad(unit, NONE)
 
     def _stored(self, unit: Unit) -> Tensor:
         """The stored gradient of the unit's shard; zeros when there was none."""
         stored = self._model.store.gradient(unit)
         if stored is None:
             zeros = torch.zeros(unit.shard_numel, dtype=unit.master_dtype, device=unit.device)
-            for state in (GradState.ACCUMULATING, GradState.REDUCING):
+            for state in (ACCUMULATING, REDUCING):
                 move_grad(unit, state)
             self._model.store.gradient_arrived(unit, zeros)
-            move_grad(unit, GradState.REDUCED)
+            move_grad(unit, REDUCED)
             stored = self._model.store.gradient(unit)
         return stored  # type: ignore[return-value]

@@ -118,7 +118,7 @@ def _withdraw(unit: Unit, slots: list[ParamSlot]) -> None:
     unit.model.store.optimizer_done(unit)
     if unit.permanent:
         unit.flat = unit.model.store.resident(unit)
-        parameter_forms.gather(slots, [slot.view_of(unit.flat) for slot in slots])
+        parameter_forms.gather([slot.param for slot in slots], [slot.view_of(unit.flat) for slot in slots])
 
 
 def _with_whole_parameters(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -18,8 +18,9 @@ are on top only while a noticed function runs, without which autograd would save
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
-from .unit import ParamSlot
+from .unit import ParamSlot, Unit
 
 # torch's own attributes, past our properties. Bound once: they are called for every parameter at every gather.
 _data_slot: Any = torch._C.TensorBase.data
@@ -59,12 +60,11 @@ def set_raw_grad(param: Tensor, value: Tensor | None) -> None:
         _set_grad(param, value)
 
 
-def take_raw_grads(slots: Iterable[ParamSlot]) -> list[Tensor | None]:
+def take_raw_grads(params: Sequence[Any]) -> list[Tensor | None]:
     """The gradients that autograd has left in its slots, which are empty afterwards."""
     grads = []
     with without_noticing():
-        for slot in slots:
-            param = slot.param
+        for param in params:
             grads.append(param._zero3_grad)
             param._zero3_grad = None
     return grads
@@ -181,7 +181,7 @@ class Released(_Partitioned):
                 return func(*args, **kwargs)
             with ExitStack() as stack:
                 for model in {unit.model for unit in units}:
-                    stack.enter_context(model.keeping_views())
+                    stack.enter_context(model.keeping_views(units))
                 stack.enter_context(without_noticing())
                 return func(*args, **kwargs)
         with without_noticing():
@@ -193,7 +193,10 @@ def _overwritten(param: Tensor, values: Any, *_: Any, **__: Any) -> bool:
     if type(param) is not Released or not isinstance(values, Tensor) or isinstance(values, _Partitioned):
         return False
     slot: ParamSlot = param._zero3
-    if slot.unit.shown is not False or values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
+    unit = slot.unit
+    if unit.shown is not False or unit in unit.model.in_backward:  # somebody uses the values that are there
+        return False
+    if values.shape != slot.shape or (torch.is_grad_enabled() and param.requires_grad):
         return False
     flat = values.detach().reshape(-1)
     slot.unit.model.assign(slot, lambda start, stop: flat[start:stop])
@@ -241,29 +244,54 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def release(slots: Iterable[ParamSlot]) -> None:
+def release(params: Sequence[Any], placeholders: Sequence[Tensor]) -> None:
     """Give the parameters their placeholders."""
     with without_noticing():
-        for slot in slots:
-            param = slot.param
+        for param, placeholder in zip(params, placeholders, strict=True):
             param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
-            param._zero3_data = slot.placeholder
+            param._zero3_data = placeholder
 
 
-def fill(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:
+def fill(params: Sequence[Any], views: Sequence[Tensor]) -> None:
     """Put its view under each parameter; a use of it is still noticed."""
     with without_noticing():
-        for slot, view in zip(slots, views, strict=True):
-            slot.param._zero3_data = view
+        for param, view in zip(params, views, strict=True):
+            param._zero3_data = view
 
 
-def gather(slots: Iterable[ParamSlot], views: Iterable[Tensor]) -> None:
+def gather(params: Sequence[Any], views: Sequence[Tensor]) -> None:
     """Make each parameter its view (its full shape, the unit's dtype)."""
     with without_noticing():
-        for slot, view in zip(slots, views, strict=True):
-            param = slot.param
+        for param, view in zip(params, views, strict=True):
             param._zero3_data = view
             param.__class__ = Gathered  # last, for the same reason as in release
+
+
+def references(unit: Unit) -> list[int]:
+    """How many references there are to each Parameter object of a unit.
+
+    For all that hold a tensor outside of Python, its gradient's accumulator among them, torch has one reference to the
+    object. It is counted whether it is there or not, so that only references from Python make a difference.
+    """
+    counts = list(map(getrefcount, unit.params))
+    if unit.accumulators is None:
+        with without_noticing():
+            counts = [count + (param._use_count() == 1) for count, param in zip(counts, unit.params, strict=True)]
+    return counts
+
+
+def may_have_changed(unit: Unit) -> list[ParamSlot]:
+    """Those of a unit's gathered parameters of which `changed` has something to find out."""
+    with without_noticing():
+        return [slot for slot in unit.slots if slot.touched is not None or slot.param._version != slot.version]
+
+
+def will_come(unit: Unit, engine_will_run: Callable[[Any], bool]) -> set[int]:
+    """Numbers of the slots whose gradient the running backward will finish."""
+    with without_noticing():
+        trained = [slot for slot in unit.slots if slot.param.requires_grad]
+        nodes = unit.all_accumulators() if len(trained) == len(unit.slots) else [slot.accumulator() for slot in trained]
+        return {slot.index for slot, node in zip(trained, nodes, strict=True) if engine_will_run(node)}
 
 
 def mark_changed(slot: ParamSlot) -> None:
@@ -288,7 +316,7 @@ def withdraw_piece(slot: ParamSlot) -> None:
     if slot.unit.dtype != slot.unit.master_dtype:
         slot.forget_accumulator()  # torch has dropped the node when the dtype changed
     slot.version = slot.param._version
-    release([slot])
+    release([slot.param], [slot.placeholder])
 
 
 def _refuse_hook(slot: ParamSlot) -> None:
@@ -307,7 +335,7 @@ def adopt(slot: ParamSlot) -> None:
     with without_noticing():
         slot.version = slot.param._version
     set_raw_grad(slot.param, None)
-    release([slot])
+    release([slot.param], [slot.placeholder])
 
 
 def is_partitioned(param: Any) -> bool:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import gt
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from . import collectives, hooks, optimizer_pieces, parameter_forms
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .errors import UnsupportedError
+from .gathered_memory import GatheredMemory
 from .gradients import Gradients
 from .host_memory import HeapTrimmer
 from .saved_views import SavedViews, take_off
@@ -34,9 +36,13 @@ from .scheduler import Phase, Scheduler
 from .shard_store import ShardStore
 from .tiles import Tiles
 from .unit import ParamSlot, Unit
-from .unit_state import ParamState, move_param
+from .unit_state import GATHERING, READING, READY, SHARDED, STAGED, move_param
 
 log = logging.getLogger(__name__)
+
+_current_task = torch._C._current_graph_task_id
+# Not the stack of transforms itself: who has asked for that once makes every thread state of torch's carry one.
+_inside_transform = torch._C._are_functorch_transforms_active
 
 # How many units that were gathered because somebody touched a parameter stay gathered at once. Letting go early
 # is always safe (the next touch gathers again), keeping them is memory.
@@ -91,12 +97,12 @@ class PartitionedModel:
         self.gradients = Gradients(self)
         # Handed to an optimizer's step that runs, or that raised, and whether with a gradient.
         self.pieces: dict[ParamSlot, bool] = {}
+        self.gathered_memory = GatheredMemory()
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
         self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
-        self._in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
+        self.in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
-        self.gathered_at: dict[int, Unit] = {}  # address of a buffer's storage -> unit that is READY there
         self._backward_task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -176,9 +182,9 @@ class PartitionedModel:
 
     def start_read(self, unit: Unit) -> None:
         """SHARDED → READING. Harmless in any other state."""
-        if unit.state is not ParamState.SHARDED:
+        if unit.state is not SHARDED:
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if _inside_transform():
             raise UnsupportedError(
                 f"unit {unit.name} cannot be gathered inside a torch.func transform (grad, vmap, ...), which would "
                 "take the gather for a part of the computation. Use zero3.gathered(model) around it."
@@ -190,41 +196,42 @@ class PartitionedModel:
             unit.flat = flat
         else:
             self.store.before_use(unit)
-        move_param(unit, ParamState.READING)
+        move_param(unit, READING)
 
     def start_gather(self, unit: Unit) -> None:
         """READING → STAGED → GATHERING: wait for the own slice, send for the others. Else harmless."""
-        if unit.state is not ParamState.READING:
+        if unit.state is not READING:
             return
         if unit.pending is not None:
             unit.pending()
             unit.pending = None
-        move_param(unit, ParamState.STAGED)
+        move_param(unit, STAGED)
         if unit.buffer is not None and self.shard_ranks > 1:
             what = f"gathering unit {unit.name}"
             unit.pending = collectives.all_gather(self.ranks, unit.flat, unit.own_slice(unit.flat), unit.index, what)
-        move_param(unit, ParamState.GATHERING)
+        move_param(unit, GATHERING)
 
     def finish_gather(self, unit: Unit) -> None:
         """GATHERING → READY: the values are there. Harmless when they are already."""
-        if unit.state is ParamState.READY:
+        if unit.state is READY:
             return
         if unit.pending is not None:
             with self.scheduler.awaiting("gather", unit):
                 unit.pending()
             unit.pending = None
         if unit.buffer is not None:
-            self.gathered_at[unit.buffer.address] = unit
+            self.gathered_memory.add(unit)
         if unit.unwatched:
             self.gradients.watch(unit)
-        move_param(unit, ParamState.READY)
+        move_param(unit, READY)
 
     def show(self, unit: Unit) -> None:
         """The parameters of a READY unit become views of its buffer. Harmless when they are already."""
         if unit.buffer is not None and not unit.shown:
             _, views = unit.buffer.laid_out(unit.layout)
             unit.shown = None
-            parameter_forms.gather(unit.slots, views)
+            unit.references = parameter_forms.references(unit)
+            parameter_forms.gather(unit.params, views)
             unit.shown = True
 
     def fill_in(self, unit: Unit) -> None:
@@ -232,41 +239,49 @@ class PartitionedModel:
         if unit.buffer is not None and not unit.shown:
             _, views = unit.buffer.laid_out(unit.layout)
             unit.shown = None
-            parameter_forms.fill(unit.slots, views)
+            parameter_forms.fill(unit.params, views)
 
     def release(self, unit: Unit, force: bool = False) -> None:
         """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
-        if unit.state is ParamState.SHARDED or (self.keeps_gathered and not force and not unit.permanent):
+        if unit.state is SHARDED or (self.keeps_gathered and not force and not unit.permanent):
             return
-        if unit.state is not ParamState.READY:  # was on its way: let it arrive, then drop it
+        if unit.state is not READY:  # was on its way: let it arrive, then drop it
             self.start_gather(unit)
             self.finish_gather(unit)
         self._noticed.pop(unit, None)
-        self._in_backward.pop(unit, None)
+        self.in_backward.pop(unit, None)
         if unit.buffer is not None:
             if unit.shown is not False:
                 self.collect_changes(unit)
             self._drop_buffer(unit)
-        move_param(unit, ParamState.SHARDED)
+        move_param(unit, SHARDED)
 
     def _drop_buffer(self, unit: Unit) -> None:
-        self.gathered_at.pop(unit.buffer.address, None)
+        self.gathered_memory.remove(unit)
         if unit.shown is not False:
+            if unit.shown and not unit.held_outside:
+                self._look_who_holds(unit)
             unit.shown = None
-            parameter_forms.release(unit.slots)
+            parameter_forms.release(unit.params, unit.placeholders)
             unit.shown = False
         unit.flat = None
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
+
+    def _look_who_holds(self, unit: Unit) -> None:
+        """Whether somebody has kept Parameters that were gathered, and may give them to backward.
+
+        Saved-tensor hooks that the user entered within a forward lie above ours, and get the Parameters themselves.
+        """
+        now = parameter_forms.references(unit)
+        unit.held_outside = now != unit.references and any(map(gt, now, unit.references))
 
     def collect_changes(self, unit: Unit, watch: bool = False) -> None:
         """What somebody wrote into a gathered parameter goes to the shard (own part only, no communication).
 
         `watch`: whoever got hold of the memory may write again.
         """
-        with parameter_forms.without_noticing():  # also spares torch the look whether it should
-            concerned = [slot for slot in unit.slots if slot.touched is not None or slot.param._version != slot.version]
-        for slot in concerned:
+        for slot in parameter_forms.may_have_changed(unit):
             handed_out = slot.touched is not None
             if parameter_forms.changed(slot):
                 self.write_back(slot)
@@ -292,7 +307,7 @@ class PartitionedModel:
         start, stop = max(own_start, first), own_stop if last is None else min(own_stop, last)
         if start < stop:
             values = flat_part(start, stop).to(unit.device, unit.master_dtype)
-            if not unit.permanent and unit.state is ParamState.READY:
+            if not unit.permanent and unit.state is READY:
                 self.release(unit, force=True)
             shift = slot.start - own_start
             self.store.write_back(unit, values, start + shift, stop + shift)
@@ -305,7 +320,7 @@ class PartitionedModel:
         if not torch.is_grad_enabled() and self.will_replay:
             for unit in units:
                 unit.replays += 1
-        elif torch._C._current_graph_task_id() != -1:
+        elif _current_task() != -1:
             for unit in units:
                 unit.replays = max(unit.replays - 1, 0)
 
@@ -343,13 +358,13 @@ class PartitionedModel:
 
     def access(self, unit: Unit) -> None:
         """Somebody wants the parameters themselves, outside of forward and backward."""
-        if unit.state is not ParamState.READY:
+        if unit.state is not READY:
             self.scheduler.needs(unit, "access")
         self.show(unit)
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """A forward has ended. In a recomputation its backward follows at once, so the units stay."""
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = _current_task() != -1
         for unit in units:
             unit.holds -= 1
             if unit.holds:
@@ -365,7 +380,7 @@ class PartitionedModel:
         `beside`: units that the same call uses; they stay.
         """
         unit = slot.unit
-        if unit.state is not ParamState.READY:
+        if unit.state is not READY:
             self.scheduler.needs(unit, self._phase())
             if not unit.holds:
                 self._noticed[unit] = None
@@ -378,10 +393,16 @@ class PartitionedModel:
             self.show(unit)
 
     @contextmanager
-    def keeping_views(self) -> Iterator[None]:
-        """A function uses parameters. Outside of any forward, what autograd saves of them is kept as in a forward."""
+    def keeping_views(self, units: Iterable[Unit]) -> Iterator[None]:
+        """A function uses parameters of `units`.
+
+        Outside of any forward, what autograd saves of them is kept as in a forward.
+        """
         outside = torch.is_grad_enabled() and self._phase() == "access"
         pair = self.saved_views.pair_outside() if outside else None
+        if outside and pair is None:
+            for unit in units:
+                unit.held_outside = True  # somebody else's hooks have the parameters themselves
         if pair is not None:
             pair.put_on_top()
         try:
@@ -400,39 +421,40 @@ class PartitionedModel:
                 self.scheduler.done_with(unit, self._phase())
 
     def _phase(self) -> Phase:
-        if torch._C._current_graph_task_id() != -1:
+        if _current_task() != -1:
             return "backward"
         return "forward" if hooks.runs(self) else "access"
 
     def needed_by_backward(self, unit: Unit) -> None:
         """Backward is about to use a view of `unit` that forward saved."""
-        if unit not in self._in_backward:
+        if unit not in self.in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
-            self.fill_in(unit)
+            if unit.held_outside:
+                self.fill_in(unit)
             self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:
         """Gathered until its gradient is complete. Units without one (frozen) go when others are needed."""
-        if unit in self._in_backward:
+        if unit in self.in_backward:
             return
-        frozen = [other for other in self._in_backward if not other.trainable and not other.holds]
+        frozen = [other for other in self.in_backward if not other.trainable and not other.holds]
         for position, other in enumerate(frozen):
-            if not other.saved_views or position < len(frozen) - _FROZEN_UNITS:
-                del self._in_backward[other]
+            if not other.has_saved_views or position < len(frozen) - _FROZEN_UNITS:
+                del self.in_backward[other]
                 self.scheduler.done_with(other, "backward")
-        self._in_backward[unit] = None
+        self.in_backward[unit] = None
 
     def backward_done_with(self, unit: Unit) -> None:
         """All gradients of `unit` in this backward are complete."""
-        self._in_backward.pop(unit, None)
+        self.in_backward.pop(unit, None)
         self._noticed.pop(unit, None)
         if not unit.holds:
             self.scheduler.done_with(unit, "backward")
 
     def backward_runs(self) -> None:
         """Called at any event of a backward; tidies up at the end of each."""
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task != -1 and task != self._backward_task:
             self._backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
@@ -440,9 +462,9 @@ class PartitionedModel:
     def _backward_ended(self) -> None:
         """End of a backward, or of one nested in it: idempotent tidying only."""
         self._backward_task = -1
-        for unit in list(self._in_backward):
+        for unit in list(self.in_backward):
             if not unit.holds:
-                del self._in_backward[unit]
+                del self.in_backward[unit]
                 self.scheduler.done_with(unit, "backward")
         self.forget_noticed()
         self.scheduler.backward_ended()
@@ -453,7 +475,7 @@ class PartitionedModel:
         """The outermost forward begins."""
         self.border()
         for unit in self.units:  # those that no gather will look at
-            if unit.unwatched and (unit.permanent or unit.state is ParamState.READY):
+            if unit.unwatched and (unit.permanent or unit.state is READY):
                 self.gradients.watch(unit)
         if torch.is_grad_enabled():
             self.gradients.expect_backward()
@@ -461,7 +483,7 @@ class PartitionedModel:
 
     def border(self) -> None:
         """Between forwards, backwards and steps: gradients at rest, nothing gathered by chance."""
-        if torch._C._current_graph_task_id() != -1:
+        if _current_task() != -1:
             return
         hooks.end_interrupted()
         if self.pieces:
@@ -487,21 +509,21 @@ class PartitionedModel:
         """The shard is out of date until an update that is owed has run: any look at a parameter must gather."""
         self.release(unit, force=True)
         if unit.permanent:
-            parameter_forms.release(unit.slots)
+            parameter_forms.release(unit.params, unit.placeholders)
 
     def show_resident(self, unit: Unit) -> None:
         """A resident unit is up to date: its parameters are views of the shard again."""
         if unit.permanent:
-            parameter_forms.gather(unit.slots, [slot.view_of(unit.flat) for slot in unit.slots])
+            parameter_forms.gather(unit.params, [slot.view_of(unit.flat) for slot in unit.slots])
 
     def abort(self) -> None:
         """If an exception has ended a backward: what it had gathered goes, what is in flight comes to rest."""
-        if not self._in_backward:  # the end of a backward empties this
+        if not self.in_backward:  # the end of a backward empties this
             return
         self.scheduler.abort()
-        for unit in list(self._in_backward):
+        for unit in list(self.in_backward):
             if not unit.holds:
-                del self._in_backward[unit]
+                del self.in_backward[unit]
                 self.scheduler.done_with(unit, "backward")
 
     def unhook(self) -> None:

@@ -14,6 +14,7 @@ Three rules that made this hold:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,17 @@ if TYPE_CHECKING:
     from .unit import ParamSlot, Unit
 
 _autograd = torch._C._autograd
+_grad_enabled = torch.is_grad_enabled
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedView:
-    """A view of a unit, without its memory. Lives as long as the graph node that saved it.
+    """A view of a unit, without its memory. Lives as long as a graph node that saved it.
+
+    What saves the same place of a unit again gets the same object, as long as the values are the same.
 
     It is counted by the mark that it holds, not in a destructor: an interrupt that meets one is lost, since Python can
-    raise nothing out of there, and a backward destroys two dozen of these a block.
+    raise nothing out of there.
     """
 
     __slots__ = ("changes", "mark", "place", "slot", "unit")
@@ -46,74 +50,100 @@ class SavedView:
         """Of a view of one of the model's gathered units; None of any other tensor."""
         if type(tensor) is Gathered:  # a whole parameter; to ask a tensor of this class anything takes long
             slot: ParamSlot = tensor._zero3
-            ours = slot.unit.buffer is not None and slot.unit.model is model
-            return cls(slot.unit, slot.place) if ours else None
-        try:
-            unit = model.gathered_at.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # a sparse tensor, or a wrapper around others: no view of anything
-            return None
-        if unit is None or tensor.dtype != unit.dtype:
-            return None
-        offset = tensor.storage_offset() - unit.flat.storage_offset()
-        return cls(unit, unit.layout.place(offset, tensor.shape, tensor.stride()))
-
-    def __init__(self, unit: Unit, place: Place):
-        self.unit = unit
-        self.place = place
-        self.slot = slot = unit.slots[place.index]
+            unit, place = slot.unit, slot.place
+            if unit.buffer is None or unit.model is not model:
+                return None
+        else:
+            try:
+                address = tensor.data_ptr()
+            except RuntimeError:  # a sparse tensor, or a wrapper around others: no view of anything
+                return None
+            found = model.gathered_memory.unit_at(address)
+            if found is None or tensor.dtype != found.dtype:
+                return None
+            unit = found
+            offset, rest = divmod(address - unit.buffer.start, unit.dtype.itemsize)
+            if rest:
+                return None
+            place = unit.layout.place(offset, tensor.shape, tensor.stride())
+            slot = unit.slots[place.index]
         if slot.touched is not None:
-            unit.model.collect_changes(unit, watch=True)
-        self.changes = changes_of(slot)
+            model.collect_changes(unit, watch=True)
+        changes = changes_of(slot)
+        view = unit.shared_views.get(place)
+        if view is None or view.changes != changes:
+            view = cls(unit, slot, place, changes)
+            if place.kept:
+                unit.shared_views[place] = view
+        return view
+
+    def __init__(self, unit: Unit, slot: ParamSlot, place: Place, changes: int):
+        self.unit = unit
+        self.slot = slot
+        self.place = place
+        self.changes = changes
         self.mark = unit.saved_mark
 
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
-        unit = self.unit
-        if changes_of(self.slot) != self.changes:
+        unit, slot = self.unit, self.slot
+        # While the parameters do not show the values, nobody can have changed them but by the whole unit.
+        changes = changes_of(slot) if unit.shown is not False else unit.generation + slot.changes
+        if changes != self.changes:
             raise StaleViewError(
-                f"parameter {self.slot.name} was changed (by an optimizer step or in place) after this forward "
+                f"parameter {slot.name} was changed (by an optimizer step or in place) after this forward "
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
-        unit.model.needed_by_backward(unit)
+        model = unit.model
+        if unit not in model.in_backward:
+            model.needed_by_backward(unit)
         return unit.buffer.at(self.place, unit.layout)
 
 
 class HookPair:
-    """Our pack and unpack, above the pair that was topmost when a forward began."""
+    """Our pack and unpack, above the pair that was topmost when a forward began.
+
+    Both are called for every tensor that autograd saves, two dozen a block, most of which are none of ours.
+    """
 
     def __init__(self, model: PartitionedModel, below: Pair | None):
         self.model = model
         self.below = below
+        self._bounds = model.gathered_memory.bounds
 
     def put_on_top(self) -> None:
         _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        view = SavedView.of(tensor, self.model)
-        if view is not None:
+        try:  # before anything else: does it lie in a unit (as GatheredMemory.unit_at)?
+            ours = type(tensor) is Gathered or bisect_right(self._bounds, tensor.data_ptr()) & 1
+        except RuntimeError:
+            ours = False
+        if ours and (view := SavedView.of(tensor, self.model)) is not None:
             return view
         if self.below is not None:
             return _Below(self.below[0](tensor))
-        return tensor.detach(), tensor._version
+        # What requires no gradient has no node that could own this; all else would keep the graph alive.
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is SavedView:
-            if torch.is_grad_enabled() and not packed.unit.holds:
-                raise UnsupportedError(
-                    f"double backward (create_graph=True) through the partitioned unit {packed.unit.name} is not "
-                    "supported: the graph of its gathers does not exist. Compute it on a model that is not "
-                    "partitioned, or inside zero3.gathered(model)."
+        if type(packed) is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
                 )
-            return packed.rebuild()
+            return tensor
         if type(packed) is _Below:
             return self.below[1](packed.value)  # type: ignore[index]
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        if _grad_enabled() and not packed.unit.holds:
+            raise UnsupportedError(
+                f"double backward (create_graph=True) through the partitioned unit {packed.unit.name} is not "
+                "supported: the graph of its gathers does not exist. Compute it on a model that is not "
+                "partitioned, or inside zero3.gathered(model)."
             )
-        return tensor
+        return packed.rebuild()
 
 
 class _Below:

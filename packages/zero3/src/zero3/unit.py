@@ -10,16 +10,26 @@ import torch
 from torch import Tensor
 
 from .bandwidth_centric import Partition, offsets_of, piece_shape
-from .buffer_pool import Layout
+from .buffer_pool import Layout, Place
 from .unit_state import GradState, ParamState
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
+    from .saved_views import SavedView
     from .tiles import TilePlace
 
 
 # Up to this size one pass over a whole buffer costs less than several calls for its gaps.
 _CHEAP_TO_CLEAR_NBYTES = 1 << 20
+
+
+def _counts(held: dict[Any, Any]) -> list[int]:
+    """References to each value of a dict."""
+    return [sys.getrefcount(value) for value in held.values()]
+
+
+# With those of the loop and the call, of which Python's versions do not count the same.
+_HELD_BY_DICT = _counts({0: object()})[0]
 
 
 class ParamSlot:
@@ -31,12 +41,11 @@ class ParamSlot:
     offset        where it starts in the unit's flat buffer, in elements
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
     place         the same of the gathered parameter, in the unit's layout
-    has_grad      the reduced gradient holds something for it
     changes       how often its values were changed, as far as that was collected
     """
 
     __slots__ = (
-        "_accumulator", "changes", "has_grad", "index", "names", "numel", "offset", "param", "place",
+        "_accumulator", "changes", "index", "names", "numel", "offset", "param", "place",
         "placeholder", "shape", "start", "stop", "strides", "touched", "unit", "version",
     )  # fmt: skip
 
@@ -52,7 +61,6 @@ class ParamSlot:
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
         self.place: Any = None  # a Place, once the unit has a layout
         self.placeholder = placeholder(unit.dtype, unit.device).expand(self.shape)
-        self.has_grad = False
         self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
         self.version = 0  # the Parameter's own version counter when `changes` was last brought up to date
@@ -70,7 +78,16 @@ class ParamSlot:
 
     def forget_accumulator(self) -> None:
         """torch makes a new node when a parameter's dtype has changed; and a model that is dropped must die."""
-        self._accumulator = None
+        self._accumulator = self.unit.accumulators = None
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the reduced gradient holds something for it."""
+        return self.index in self.unit.with_grad
+
+    @has_grad.setter
+    def has_grad(self, value: bool) -> None:
+        (self.unit.with_grad.add if value else self.unit.with_grad.discard)(self.index)
 
     @property
     def name(self) -> str:
@@ -110,6 +127,10 @@ class Unit:
 
     dtype         of the gathered parameters
     wire_dtype    of its gradient while it is reduced
+    params, placeholders   of all slots
+    accumulators  of all slots, where all are known
+    with_grad     numbers of the slots for which the reduced gradient holds something
+    references    to each Parameter when they were gathered (parameter_forms.references)
     layout, wire_layout   of the parameters in a flat buffer, in these two dtypes
     master_dtype  of the shard that the optimizer updates, and of its gradient
     numel         elements of all parameters together, without padding
@@ -119,7 +140,9 @@ class Unit:
     shown         whether the parameters have the form gathered (False: released); None: filled, or interrupted between
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
-    saved_views   how many views of it autograd keeps for a backward to come: all that hold `saved_mark`
+    held_outside  somebody may give the Parameters themselves to backward, past our saved-tensor hooks
+    saved_mark    what every SavedView of it holds
+    shared_views  the last SavedView of a place, which all share that save the place with the same values
     replays       forwards without gradient in this step that a checkpoint will run again
     generation    counts changes of all values at once (a state that was loaded); each slot counts its own beside
     """
@@ -155,6 +178,11 @@ class Unit:
         self.layout, self.wire_layout = self._layout_in(dtype), self._layout_in(self.wire_dtype)
         for slot in self.slots:
             slot.place = self.layout.place(slot.offset, slot.shape, slot.strides)
+        self.params = [slot.param for slot in self.slots]
+        self.placeholders = [slot.placeholder for slot in self.slots]
+        self.accumulators: list[Any] | None = None
+        self.with_grad: set[int] = set()
+        self.references: list[int] = []
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
@@ -164,8 +192,10 @@ class Unit:
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
+        self.held_outside = False
+        self.shared_views: dict[Place, SavedView] = {}
         self.saved_mark = object()
-        self._own_marks = self._marks()
+        self._own_marks = sys.getrefcount(self.saved_mark)
         self.replays = 0
         self.generation = 0
         self.pending: Any = None  # what the present state waits for: a read, then a collective
@@ -175,12 +205,18 @@ class Unit:
         self.unsynced_slots: set[int] = set()  # which parts of it, in hand or with the store, count
         self.reducing: Any = None
 
-    def _marks(self) -> int:
-        return sys.getrefcount(self.saved_mark)
+    def all_accumulators(self) -> list[Any]:
+        """Those of all slots, which must all be trainable."""
+        if self.accumulators is None:
+            self.accumulators = [slot.accumulator() for slot in self.slots]
+        return self.accumulators
 
     @property
-    def saved_views(self) -> int:
-        return self._marks() - self._own_marks
+    def has_saved_views(self) -> bool:
+        """Whether autograd keeps views of it for a backward to come."""
+        if sys.getrefcount(self.saved_mark) > self._own_marks + len(self.shared_views):
+            return True
+        return any(count > _HELD_BY_DICT for count in _counts(self.shared_views))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, numel={self.numel}, state={self.state}, grad={self.grad_state})"

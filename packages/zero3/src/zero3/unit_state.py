@@ -47,22 +47,26 @@ class GradState(Enum):
         return self.value
 
 
+# By these names in what runs for every unit: to look a member up in its class takes as long as a call.
+SHARDED, READING, STAGED, GATHERING, READY = ParamState
+NONE, ACCUMULATING, REDUCING, REDUCED, COMMITTED = GradState
+
 _PARAM_MOVES = {
-    ParamState.SHARDED: {ParamState.READING},
-    ParamState.READING: {ParamState.STAGED, ParamState.SHARDED},
-    ParamState.STAGED: {ParamState.GATHERING, ParamState.SHARDED},
-    ParamState.GATHERING: {ParamState.READY, ParamState.SHARDED},
-    ParamState.READY: {ParamState.SHARDED},
+    SHARDED: {READING},
+    READING: {STAGED, SHARDED},
+    STAGED: {GATHERING, SHARDED},
+    GATHERING: {READY, SHARDED},
+    READY: {SHARDED},
 }
 
 # REDUCED → ACCUMULATING is the next micro-batch, and the second segment of a reentrant checkpoint.
 # ACCUMULATING → NONE is a zero_grad() or an abort in between.
 _GRAD_MOVES = {
-    GradState.NONE: {GradState.ACCUMULATING},
-    GradState.ACCUMULATING: {GradState.REDUCING, GradState.NONE},
-    GradState.REDUCING: {GradState.REDUCED, GradState.NONE},
-    GradState.REDUCED: {GradState.ACCUMULATING, GradState.COMMITTED, GradState.NONE},
-    GradState.COMMITTED: {GradState.NONE},
+    NONE: {ACCUMULATING},
+    ACCUMULATING: {REDUCING, NONE},
+    REDUCING: {REDUCED, NONE},
+    REDUCED: {ACCUMULATING, COMMITTED, NONE},
+    COMMITTED: {NONE},
 }
 
 
@@ -82,4 +86,4 @@ def move_grad(unit, target: GradState) -> None:
 
 def forget_fresh(unit, reduced: bool) -> None:
     """A backward was aborted: the gradient is what earlier ones left, reduced or nothing."""
-    unit.grad_state = GradState.REDUCED if reduced else GradState.NONE
+    unit.grad_state = REDUCED if reduced else NONE

@@ -140,4 +140,4 @@ class UpdateInBackward(UpdateInStep):
 
 def _may_update(unit: Unit) -> bool:
     """Whether backward can need the unit's present values no more."""
-    return not (unit.saved_views or unit.holds or unit.replays or unit.awaited)
+    return not (unit.has_saved_views or unit.holds or unit.replays or unit.awaited)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ INDEX = "model.safetensors.index.json"
 
 # Bytes of one file, as the Hub's tools cut them.
 _FILE_BYTES = 5 * 10**9
+
+# Bytes of units that are read while another is written.
+_AHEAD_BYTES = 32 << 20
 
 
 # -- writing --------------------------------------------------------------------------------------------------
@@ -145,10 +148,10 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
     writes = machinery.ranks.rank == 0
     writer = _Writer(Path(dir), entries) if writes else None
     try:
-        for unit, following in zip(machinery.units, [*machinery.units[1:], None], strict=True):
+        for number, unit in enumerate(machinery.units):
             with gathered([slot.param for slot in unit.slots]):
-                if following is not None:
-                    machinery.start_read(following)  # it arrives while this one is written
+                for following in _following(machinery.units, number):
+                    machinery.start_read(following)  # they arrive while this one is written
                 for slot in unit.slots if writer is not None else []:
                     if slot.first == 0:  # other tiles go on where the one before ended
                         writer.begin(slot.name)  # type: ignore[union-attr]
@@ -164,6 +167,16 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
             writer.discard()
         raise
     return sum(entry.nbytes for entry in entries)
+
+
+def _following(units: Sequence[Unit], number: int) -> Iterator[Unit]:
+    """The unit behind this one, and as many more as keep a drive busy without taking much memory."""
+    nbytes = 0
+    for unit in units[number + 1 :]:
+        if nbytes and nbytes + unit.nbytes > _AHEAD_BYTES:
+            return
+        nbytes += unit.nbytes
+        yield unit
 
 
 def export_checkpoint(checkpoint: str | os.PathLike, dir: str | os.PathLike) -> int:
@@ -264,15 +277,14 @@ def _fill(engine: OffloadEngine, units: list[Unit], sources: Mapping[ParamSlot, 
     with ReadAhead(order) as folder.ahead, TierFill(engine, longest) as fill:
         for unit in units:
             for start, stop in pieces(unit.shard_numel):
+                own = list(_own_parts(unit, start, stop))
                 with engine.host_buffer(stop - start, unit.master_dtype) as values:
-                    values.zero_()
-                    for slot, low, high, to in _own_parts(unit, start, stop):
+                    if sum(high - low for _, low, high, _ in own) < values.numel():
+                        values.zero_()  # what pads the shard
+                    for slot, low, high, to in own:
                         values[to : to + high - low] = folder.flat_part(sources[slot], low, high)
-                    parts = unit_states.split(unit.dtype, values)
-                    for kind, dtype in unit_states.value_kinds(unit.dtype).items():
-                        with fill.part(unit, kind, dtype, start, stop) as out:
-                            out.copy_(parts[kind])
-                    del parts
+                    with fill.parts(unit, unit_states.value_kinds(unit.dtype), start, stop) as parts:
+                        unit_states.split_into(parts, unit.dtype, values)
     for unit in units:
         unit.model.values_changed(unit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -47,15 +47,22 @@ class TierFill:
     @contextmanager
     def part(self, unit: Unit, kind: str, dtype: torch.dtype, start: int, stop: int) -> Iterator[Tensor]:
         """(stop - start,) elements to be filled inside the block: [start, stop) of a kind of state."""
-        while not self._ring.free:
+        with self.parts(unit, {kind: dtype}, start, stop) as parts:
+            yield parts[kind]
+
+    @contextmanager
+    def parts(self, unit: Unit, kinds: Mapping[str, torch.dtype], start: int, stop: int) -> Iterator[dict[str, Tensor]]:
+        """The same of several kinds at once, at most two: as many buffers as there are for sure."""
+        while len(self._ring.free) < len(kinds):
             self._end_write()
-        buffer = self._ring.free.popleft()
-        elements = buffer[: (stop - start) * dtype.itemsize].view(dtype)
-        yield elements
+        buffers = {kind: self._ring.free.popleft() for kind in kinds}
+        parts = {kind: buffers[kind][: (stop - start) * dtype.itemsize].view(dtype) for kind, dtype in kinds.items()}
+        yield parts
         engine = self._engine
         engine.before_change(unit)
-        wait = engine.tier(unit, kind).start_write(engine.key(unit, kind), elements, start)
-        self._writing.append((wait, buffer))
+        for kind, elements in parts.items():
+            wait = engine.tier(unit, kind).start_write(engine.key(unit, kind), elements, start)
+            self._writing.append((wait, buffers[kind]))
 
     def _end_write(self) -> None:
         wait, buffer = self._writing[0]

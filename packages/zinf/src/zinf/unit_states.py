@@ -54,13 +54,19 @@ def state_bytes(dtype: torch.dtype) -> dict[str, int]:
 
 def split(dtype: torch.dtype, values: Tensor) -> dict[str, Tensor]:
     """Master values (n,), of any dtype, as the kinds (n,) each of a unit gathered in `dtype`."""
+    parts = {kind: torch.empty(values.shape, dtype=of_kind) for kind, of_kind in value_kinds(dtype).items()}
+    split_into(parts, dtype, values)
+    return parts
+
+
+def split_into(parts: dict[str, Tensor], dtype: torch.dtype, values: Tensor) -> None:
+    """As `split`, into the `parts` (n,) that are given: fresh memory takes longer than the split."""
     if dtype is torch.bfloat16:
-        high, low = cpu_adam.split(values.to(torch.float32).contiguous())
-        return {"param": high, "remainder": low}
+        cpu_adam.split(values.to(torch.float32).contiguous(), out=(parts["param"], parts["remainder"]))
+        return
     if dtype is torch.float16:
-        master = values.to(torch.float32)
-        return {"param": master.to(torch.float16), "master": master}
-    return {"param": values.to(dtype)}
+        values = parts["master"].copy_(values)
+    parts["param"].copy_(values)
 
 
 def join(dtype: torch.dtype, parts: dict[str, Tensor]) -> Tensor:

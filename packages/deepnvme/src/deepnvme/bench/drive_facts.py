@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _core
 from ..drive_profile import drive_key, load_profile
-from ..engine import backends
+from ..engine import DEFAULT_BOUNCE_BUFFERS, backends
 from ..file import File
 
 _NVME_ADMIN = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
@@ -34,6 +34,7 @@ def facts(directory: str) -> dict[str, Any]:
         "backends": backends(),
         "limits": _limits(),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "bounce_buffers": _core.bounce_pages(DEFAULT_BOUNCE_BUFFERS << 20),
         "checksum_kernels": _core.crc32c_kernels(),
         "profile": vars(profile) if (profile := load_profile(device)) else None,
         "endurance": endurance(device),

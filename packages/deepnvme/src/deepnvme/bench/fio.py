@@ -19,11 +19,13 @@ def why_not() -> str:
     return "" if shutil.which("fio") else "fio is not installed"
 
 
-def measure(space: Workspace, point: Point, seconds: float | None = None) -> Record:
+def measure(
+    space: Workspace, point: Point, seconds: float | None = None, rates: tuple[float, float] | None = None
+) -> Record:
     """A record of the fields that fio gives, with "system": "fio".
 
     For so many seconds over the file, as our own measurement; on huge pages, as our buffers are. psync has no queue
-    depth: there, as many jobs as we have threads.
+    depth: there, as many jobs as we have threads. `rates`: bytes a second that it reads and writes at most.
     """
     record: Record = {
         "system": "fio",
@@ -48,6 +50,8 @@ def measure(space: Workspace, point: Point, seconds: float | None = None) -> Rec
     ]
     if point.backend == "threads":
         command += [f"--numjobs={point.threads or 8}", "--thread", "--group_reporting", "--offset_increment=0"]
+    if rates is not None:
+        command += [f"--rate={round(rates[0])},{round(rates[1])}"]
     if seconds is not None:
         command += ["--time_based", f"--runtime={max(1, round(seconds))}"]
     environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
