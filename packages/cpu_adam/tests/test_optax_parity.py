@@ -12,8 +12,6 @@ import jax.numpy as jnp  # noqa: E402
 
 import cpu_adam.optax  # noqa: E402
 
-pytestmark = pytest.mark.peers
-
 
 def parameters(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 3)
