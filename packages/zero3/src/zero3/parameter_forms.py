@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class Released(_Partitioned):
                 return func(*args, **kwargs)
             with ExitStack() as stack:
                 for model in {unit.model for unit in units}:
-                    stack.enter_context(model.keeping_views(units))
+                    stack.enter_context(model.keeping_views())
                 stack.enter_context(without_noticing())
                 return func(*args, **kwargs)
         with without_noticing():
@@ -265,19 +264,6 @@ def gather(params: Sequence[Any], views: Sequence[Tensor]) -> None:
         for param, view in zip(params, views, strict=True):
             param._zero3_data = view
             param.__class__ = Gathered  # last, for the same reason as in release
-
-
-def references(unit: Unit) -> list[int]:
-    """How many references there are to each Parameter object of a unit.
-
-    For all that hold a tensor outside of Python, its gradient's accumulator among them, torch has one reference to the
-    object. It is counted whether it is there or not, so that only references from Python make a difference.
-    """
-    counts = list(map(getrefcount, unit.params))
-    if unit.accumulators is None:
-        with without_noticing():
-            counts = [count + (param._use_count() == 1) for count, param in zip(counts, unit.params, strict=True)]
-    return counts
 
 
 def may_have_changed(unit: Unit) -> list[ParamSlot]:

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import gt
 from typing import Any
 
 import torch
@@ -230,7 +229,6 @@ class PartitionedModel:
         if unit.buffer is not None and not unit.shown:
             _, views = unit.buffer.laid_out(unit.layout)
             unit.shown = None
-            unit.references = parameter_forms.references(unit)
             parameter_forms.gather(unit.params, views)
             unit.shown = True
 
@@ -259,22 +257,12 @@ class PartitionedModel:
     def _drop_buffer(self, unit: Unit) -> None:
         self.gathered_memory.remove(unit)
         if unit.shown is not False:
-            if unit.shown and not unit.held_outside:
-                self._look_who_holds(unit)
             unit.shown = None
             parameter_forms.release(unit.params, unit.placeholders)
             unit.shown = False
         unit.flat = None
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
-
-    def _look_who_holds(self, unit: Unit) -> None:
-        """Whether somebody has kept Parameters that were gathered, and may give them to backward.
-
-        Saved-tensor hooks that the user entered within a forward lie above ours, and get the Parameters themselves.
-        """
-        now = parameter_forms.references(unit)
-        unit.held_outside = now != unit.references and any(map(gt, now, unit.references))
 
     def collect_changes(self, unit: Unit, watch: bool = False) -> None:
         """What somebody wrote into a gathered parameter goes to the shard (own part only, no communication).
@@ -393,16 +381,10 @@ class PartitionedModel:
             self.show(unit)
 
     @contextmanager
-    def keeping_views(self, units: Iterable[Unit]) -> Iterator[None]:
-        """A function uses parameters of `units`.
-
-        Outside of any forward, what autograd saves of them is kept as in a forward.
-        """
+    def keeping_views(self) -> Iterator[None]:
+        """A function uses released parameters. Outside of any forward, what autograd saves is kept as in a forward."""
         outside = torch.is_grad_enabled() and self._phase() == "access"
         pair = self.saved_views.pair_outside() if outside else None
-        if outside and pair is None:
-            for unit in units:
-                unit.held_outside = True  # somebody else's hooks have the parameters themselves
         if pair is not None:
             pair.put_on_top()
         try:
@@ -430,8 +412,7 @@ class PartitionedModel:
         if unit not in self.in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
-            if unit.held_outside:
-                self.fill_in(unit)
+            self.fill_in(unit)
             self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:

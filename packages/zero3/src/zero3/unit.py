@@ -130,7 +130,6 @@ class Unit:
     params, placeholders   of all slots
     accumulators  of all slots, where all are known
     with_grad     numbers of the slots for which the reduced gradient holds something
-    references    to each Parameter when they were gathered (parameter_forms.references)
     layout, wire_layout   of the parameters in a flat buffer, in these two dtypes
     master_dtype  of the shard that the optimizer updates, and of its gradient
     numel         elements of all parameters together, without padding
@@ -140,7 +139,6 @@ class Unit:
     shown         whether the parameters have the form gathered (False: released); None: filled, or interrupted between
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
-    held_outside  somebody may give the Parameters themselves to backward, past our saved-tensor hooks
     saved_mark    what every SavedView of it holds
     shared_views  the last SavedView of a place, which all share that save the place with the same values
     replays       forwards without gradient in this step that a checkpoint will run again
@@ -182,7 +180,6 @@ class Unit:
         self.placeholders = [slot.placeholder for slot in self.slots]
         self.accumulators: list[Any] | None = None
         self.with_grad: set[int] = set()
-        self.references: list[int] = []
         self.unwatched = list(self.slots)  # those whose gradient nobody has asked to be told of
         self._gaps = list(self._find_gaps())
         self.numel = sum(slot.numel for slot in self.slots)
@@ -192,7 +189,6 @@ class Unit:
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
-        self.held_outside = False
         self.shared_views: dict[Place, SavedView] = {}
         self.saved_mark = object()
         self._own_marks = sys.getrefcount(self.saved_mark)
