@@ -22,14 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from cgroups import joining
 from memory_cgroup import Group, memory_group
 from record import put, settings, spread
-from trainee import OVERLAPS, Trainee, kernel_bytes
+from trainee import OVERLAPS, Trainee, kernel_bytes, steps_parser
 
 import zinf
 from zinf.models.gpt import GPT, GPTConfig
@@ -195,15 +194,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", required=True, help="a directory of the drive")
-    parser.add_argument("--model", default="gpt:layers=24,hidden=1024,heads=16")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=3, help="that count; one more is taken first")
-    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=list(OVERLAPS))
-    parser.add_argument("--checksum", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = steps_parser(__doc__, model="gpt:layers=24,hidden=1024,heads=16", batch=1, steps=3)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:

@@ -16,16 +16,14 @@ fio moves half and half beside the steps in memory, `of_limit_together` the step
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from record import put, settings
-from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses
+from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses, steps_parser
 
 import zinf
 from deepnvme.bench import fio
@@ -107,15 +105,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", required=True, help="a directory of the drive")
-    parser.add_argument("--model", default="gpt:layers=24,hidden=1024,heads=16")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=5, help="that count; one more is taken first")
-    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=list(OVERLAPS))
-    parser.add_argument("--checksum", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = steps_parser(__doc__, model="gpt:layers=24,hidden=1024,heads=16", batch=1, steps=5)
     given = parser.parse_args()
     if reason := fio.why_not():
         sys.exit(reason)

@@ -21,13 +21,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from against_limit import BLOCK_AND_DEPTH, FILE, drive_rates, drive_seconds, medians
 from record import put, settings, spread
-from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses
+from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses, steps_parser
 
 import zinf
 from deepnvme.bench import fio
@@ -99,16 +98,14 @@ def compare(steps: list[Step], memory: list[Step], beside: list[Step], rates: di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", required=True, help="a directory of the drive")
-    parser.add_argument("--model", default="gpt:layers=12,hidden=768,heads=12,vocab=50257")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=128)
+    parser = steps_parser(
+        __doc__,
+        model="gpt:layers=12,hidden=768,heads=12,vocab=50257",
+        batch=8,
+        steps=4,
+        modes=["backward", "next-forward"],
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--steps", type=int, default=4, help="that count; one more is taken first")
-    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=["backward", "next-forward"])
-    parser.add_argument("--checksum", action="store_true")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if reason := fio.why_not():
         sys.exit(reason)

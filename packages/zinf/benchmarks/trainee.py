@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,22 @@ PHASES = ("forward", "backward", "update")
 
 # overlap_optimizer as it is given on a command line.
 OVERLAPS: dict[str, str | bool] = {"backward": "backward", "next-forward": "next-forward", "false": False}
+
+
+def steps_parser(
+    description: str | None, *, model: str, batch: int, steps: int, modes: Sequence[str] = tuple(OVERLAPS)
+) -> argparse.ArgumentParser:
+    """The flags of a benchmark that takes steps of one model with everything on the drive, with their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", required=True, help="a directory of the drive")
+    parser.add_argument("--model", default=model)
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=steps, help="that count; one more is taken first")
+    parser.add_argument("--modes", nargs="+", choices=list(OVERLAPS), default=list(modes))
+    parser.add_argument("--checksum", action="store_true")
+    parser.add_argument("--json", type=Path)
+    return parser
 
 
 @dataclass(frozen=True)
