@@ -345,7 +345,7 @@ def test_amp_autocast_keeps_copies_of_weights():
 
 @pytest.mark.parametrize("keep", [lambda tensor: tensor, lambda tensor: tensor.cpu()])
 def test_hooks_of_the_user_that_keep_the_parameters_themselves(keep):
-    """Backward uses the Parameter objects then, which show the unit's values only where somebody has kept them."""
+    """Backward uses the Parameter objects then, past our own hooks."""
 
     class Kept(Regression):
         def __init__(self):

@@ -24,7 +24,7 @@ class Buffer(_core.TypedMemory):
     shape: tuple[int, ...]
     nbytes: int
     itemsize: int
-    huge_pages: bool  # whether huge pages were asked for and not refused
+    huge_pages: bool  # whether huge pages were asked for and are allowed
     released = False  # given back to its Pool: the memory may be someone else's by now
 
     def __init__(self, memory: _core.AlignedMemory, start: int, shape: tuple[int, ...], dtype: DType) -> None:
