@@ -62,3 +62,24 @@ def test_tensor_of_any_dtype():
     torch = pytest.importorskip("torch")
     tensor = torch.randn(1001).bfloat16()
     assert deepnvme.crc32c(tensor) == by_definition(tensor.view(torch.uint8).numpy().tobytes())
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads"])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 1_000_001, 5 << 20])
+@pytest.mark.parametrize("offset", [0, 4096, 13])
+def test_taken_on_the_way(tmp_path, rng, backend, nbytes, offset):
+    values = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    with deepnvme.Engine(backend, block_size="1MiB") as io:
+        assert io.write(tmp_path / "file", values, offset, checksum=True).crc32c == deepnvme.crc32c(values)
+        out = np.zeros_like(values)
+        assert io.read(tmp_path / "file", out, offset, checksum=True).crc32c == deepnvme.crc32c(values)
+        assert (out == values).all()
+        assert io.read(tmp_path / "file", out, offset).crc32c is None
+
+
+def test_of_a_transfer_that_failed_there_is_none(tmp_path):
+    (tmp_path / "short").write_bytes(b"abc")
+    with deepnvme.Engine() as io:
+        request = io.read(tmp_path / "short", np.zeros(10, np.uint8), checksum=True)
+        with pytest.raises(OSError, match="short"):
+            _ = request.crc32c

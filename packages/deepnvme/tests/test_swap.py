@@ -160,6 +160,43 @@ def test_without_checksums_damage_is_not_looked_for(tmp_path):
         assert swap.get("a").result().numpy()[0] == 1
 
 
+def test_checksums_travel_with_the_bytes(tmp_path, rng):
+    values = rng.integers(0, 256, 100_001, dtype=np.uint8)
+    known = deepnvme.crc32c(values)
+    with deepnvme.Swap(tmp_path) as swap:
+        assert swap.put("taken", values).crc32c == known
+        assert swap.put("given", values, crc32c=known).crc32c == known
+        for name in ("taken", "given"):
+            get = swap.get(name)
+            assert get.crc32c == known, name
+            assert (get.result().numpy() == values).all()
+        assert swap.put("overwritten", values, crc32c=known).wait() == values.nbytes
+        assert swap.put("overwritten", values[:50_000]).crc32c == deepnvme.crc32c(values[:50_000])
+        assert swap.get("overwritten").crc32c == deepnvme.crc32c(values[:50_000])
+
+
+def test_bytes_that_were_damaged_before_they_were_put_are_found(tmp_path, rng):
+    values = rng.integers(0, 256, 100_001, dtype=np.uint8)
+    known = deepnvme.crc32c(values)
+    values[77_777] ^= 4
+    with deepnvme.Swap(tmp_path) as swap:
+        swap.put("damaged", values, crc32c=known).wait()
+        with pytest.raises(deepnvme.ChecksumError, match="tensor 'damaged'"):
+            swap.get("damaged").wait()
+        with pytest.raises(deepnvme.ChecksumError, match="tensor 'damaged'"):
+            _ = swap.get("damaged").crc32c
+
+
+def test_a_swap_without_checksums_has_none_to_tell(tmp_path):
+    values = np.ones(10_000, np.uint8)
+    with deepnvme.Swap(tmp_path, checksum=False) as swap:
+        assert swap.put("a", values).crc32c is None
+        swap.put("b", values, crc32c=1).wait()
+        get = swap.get("b")
+        assert (get.result().numpy() == 1).all()
+        assert get.crc32c is None
+
+
 @pytest.mark.parametrize("shift", [0, 1, 64])
 @pytest.mark.parametrize("nbytes", [1, 4096, 3 * 16_384 + 5, 1_000_001, 5 << 20])
 def test_checksum_of_any_route(tmp_path, rng, nbytes, shift):

@@ -81,21 +81,22 @@ class Engine:
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def write(self, file: PathLike | File, array: Any, offset: int = 0) -> Request:
+    def write(self, file: PathLike | File, array: Any, offset: int = 0, *, checksum: bool = False) -> Request:
         """Starts writing the array's bytes to the file from byte `offset` on.
 
         A path is created if absent and never truncated: the file's length becomes max(old, offset + nbytes).
+        `checksum`: a CRC-32C of the bytes is taken on their way; it is the request's `crc32c`.
         TypeError, ValueError: the array is not contiguous host memory, the engine or file is closed. OSError: the
         file cannot be opened. All that happens later is raised by the request's `wait`.
         """
-        return self._submit(True, file, array, offset)
+        return self._submit(True, file, array, offset, checksum)
 
-    def read(self, file: PathLike | File, out: Any, offset: int = 0) -> Request:
+    def read(self, file: PathLike | File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
         """Starts filling the array `out` with the file's bytes from byte `offset` on.
 
         As `write`; also TypeError: `out` is read-only. A file that is too short: `wait` raises OSError(ENODATA).
         """
-        return self._submit(False, file, out, offset)
+        return self._submit(False, file, out, offset, checksum)
 
     def flush(self) -> int:
         """Waits for all that was submitted before; how many requests finished since the last flush.
@@ -220,7 +221,7 @@ class Engine:
         if self._all_direct is not core.direct:
             self._all_direct = core.direct and self._all_direct is not False
         self._in_flight.let_go()
-        return Request(self, request)
+        return Request(self, request, request.crc if checksum else None)
 
     def _wait(self, request: _core.Request, timeout: float | None) -> None:
         if not request.done():

@@ -22,13 +22,18 @@ class Request:
     engine keeps its memory until the kernel is done with it.
     """
 
-    __slots__ = ("__weakref__", "_core", "_engine", "_outcome")
+    __slots__ = ("__weakref__", "_checksum", "_core", "_engine", "_outcome")
 
     def __init__(
-        self, engine: Engine, core: _core.Request, outcome: Callable[[_core.Request], Any] | None = None
+        self,
+        engine: Engine,
+        core: _core.Request,
+        checksum: Callable[[], int] | None,
+        outcome: Callable[[_core.Request], Any] | None = None,
     ) -> None:
         self._engine = engine
         self._core = core
+        self._checksum = checksum  # tells the crc32c of a transfer that succeeded, where there is one
         self._outcome = outcome  # makes result() of a transfer that succeeded; may raise
 
     def wait(self, timeout: float | None = None) -> int:
@@ -49,6 +54,17 @@ class Request:
         if failure:
             raise io_error(*failure)
         return self._core.nbytes if self._outcome is None else self._outcome(self._core)
+
+    @property
+    def crc32c(self) -> int | None:
+        """The CRC-32C of the bytes moved, once the transfer has succeeded; None where none was asked for.
+
+        As `crc32c(array)` would give it, without another pass over the memory.
+        """
+        if self._checksum is None:
+            return None
+        self.result()
+        return self._checksum()
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way. Never blocks and never raises."""

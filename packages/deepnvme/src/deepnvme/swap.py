@@ -33,7 +33,11 @@ class _Stored:
     dtype: DType
     shape: tuple[int, ...]
     put: _core.Request
+    crc32c: int | None = None  # where it was known; else `put` takes it, if the Swap has checksums
     gets: list[_core.Request] = field(default_factory=list)  # perhaps still under way
+
+    def checksum(self) -> int:
+        return self.put.crc() if self.crc32c is None else self.crc32c
 
     def users(self) -> list[_core.Request]:
         self.gets = [get for get in self.gets if not get.done()]
@@ -74,11 +78,13 @@ class Swap:
         self._owns_engine = engine is None
         self._engine = Engine() if engine is None else engine
 
-    def put(self, name: str, array: Any) -> Request:
+    def put(self, name: str, array: Any, *, crc32c: int | None = None) -> Request:
         """Starts storing an array under a name, in place of what was there.
 
         The array must not change until the request has ended. One that is not contiguous is copied first. OSError
         (ENOSPC): no room; what the name held before is still there. A put that fails later leaves nothing there.
+        `crc32c`: of the array's bytes, from whoever had them before. It is believed, and `get` compares with it: bytes
+        that were damaged on their way here are found too, and none is taken again.
         """
         array = made_contiguous(array)
         dtype, shape = dtype_and_shape(array)
@@ -92,16 +98,16 @@ class Swap:
                 start, room, after = self._allocate(name, nbytes), self._extents.rounded(nbytes), []
             try:
                 request = self._engine._submit(
-                    True, self._file, array, start, self._checksum, [(user, False) for user in after]
+                    True, self._file, array, start, self._checksum and crc32c is None, [(user, False) for user in after]
                 )
             except BaseException:
                 if old is None or start != old.start:
                     self._free(start, room)
                 raise
-            self._stored[name] = _Stored(start, room, nbytes, dtype, shape, request._core)
+            self._stored[name] = _Stored(start, room, nbytes, dtype, shape, request._core, crc32c)
             if old is not None and start != old.start:
                 self._leaving.append(old)
-            return request
+            return request if crc32c is None else Request(self._engine, request._core, lambda: crc32c)
 
     def get(self, name: str, out: Any = None) -> Request:
         """Starts reading a tensor; `result()` is a Buffer of its dtype and shape, or `out`, filled.
@@ -120,14 +126,14 @@ class Swap:
                 False, self._file, array, stored.start, self._checksum, [(stored.put, True)]
             )
             stored.gets = [*(get for get in stored.gets if not get.done()), request._core]
-        put, start, path = stored.put, stored.start, self.path
+        start, path = stored.start, self.path
 
         def outcome(done: _core.Request) -> Any:
-            if self._checksum and done.crc() != put.crc():
-                raise ChecksumError(name, str(path), start, nbytes, put.crc(), done.crc())
+            if self._checksum and done.crc() != stored.checksum():
+                raise ChecksumError(name, str(path), start, nbytes, stored.checksum(), done.crc())
             return array
 
-        return Request(self._engine, request._core, outcome)
+        return Request(self._engine, request._core, stored.checksum if self._checksum else None, outcome)
 
     def pop(self, name: str) -> None:
         """Forgets a tensor; its room is used again. Reads that were started before are completed. KeyError."""
