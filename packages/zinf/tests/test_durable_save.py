@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from zinf_testing import SETTINGS, assert_same, config, full_states, make, offloaded, state_of, train
 
 import deepnvme
@@ -17,6 +18,7 @@ import zinf
 from zinf import checkpoint_format
 from zinf.checkpoint_files import checkpoints, verify
 from zinf.config import OVERLAPS
+from zinf.read_ahead import ReadAhead
 from zinf.shard_copy import ShardCopy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,6 +127,38 @@ def test_frozen_parameters_and_buffers(nvme, tmp_path):
     kinds = {unit.name: set(unit.kinds) for unit in _manifest(path).units}
     assert kinds["blocks.0"] == {"param", "remainder"}  # what is frozen has no moments
     assert kinds["blocks.2"] == {"param", "remainder", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_wider_than_any_other_state(nvme, tmp_path):
+    """Frozen ones of eight bytes an element, which no optimizer takes."""
+
+    def build(seed):
+        model = make(seed)
+        model.table = nn.Parameter(torch.arange(9001) * seed * 2**33, requires_grad=False)
+        return zinf.shard(model, config(nvme, dtype=torch.bfloat16))
+
+    model = build(3)
+    path = zinf.save(tmp_path / "run", model, None).path
+    zinf.export(model, tmp_path / "weights")
+    for load in (
+        lambda other: zinf.load(path, other, None),
+        lambda other: zinf.load_pretrained(other, tmp_path / "weights"),
+    ):
+        other = build(5)
+        load(other)
+        assert torch.equal(other.state_dict()["table"], torch.arange(9001) * 3 * 2**33)
+
+
+@pytest.mark.parametrize("unit_size", ["3KiB", "1GiB"])
+def test_what_lies_as_it_did_is_read_to_where_it_is_written_from(nvme, tmp_path, monkeypatch, unit_size):
+    model, _optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
+    gets = []
+    get = ReadAhead.get
+    monkeypatch.setattr(ReadAhead, "get", lambda ahead, stretch: gets.append(stretch) or get(ahead, stretch))
+    other, its_optimizer = offloaded(config(nvme, dtype=torch.bfloat16, unit_size=unit_size), seed=4)
+    zinf.load(path, other, its_optimizer)
+    assert_same(full_states(other), full_states(model))
+    assert (not gets) == (unit_size == "3KiB")  # other units: put together
 
 
 def frozen_on_ranks(rank, world, nvme, folder):

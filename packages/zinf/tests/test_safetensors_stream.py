@@ -12,7 +12,7 @@ from zinf_testing import config, make, offloaded, train
 
 import zero3
 import zinf
-from zinf import safetensors_stream
+from zinf import safetensors_export
 
 EVERYWHERE = [("device", "device"), ("cpu", "cpu"), ("nvme", "nvme")]
 
@@ -43,7 +43,7 @@ def test_export_writes_what_the_model_computes_with(tmp_path, nvme, params, opti
 def test_files_are_cut_by_size_with_an_index(tmp_path, nvme, monkeypatch):
     model, _ = offloaded(config(nvme))
     plain = make().state_dict()
-    monkeypatch.setattr(safetensors_stream._Writer.__init__, "__defaults__", (4000,))
+    monkeypatch.setattr(safetensors_export._Writer.__init__, "__defaults__", (4000,))
     zinf.export(model, tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -59,15 +59,20 @@ def test_files_are_cut_by_size_with_an_index(tmp_path, nvme, monkeypatch):
 
 @pytest.mark.parametrize(("params", "optimizer"), EVERYWHERE)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-def test_load_pretrained_converts_and_keeps_ties(tmp_path, nvme, params, optimizer, stored):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_load_pretrained_converts_and_keeps_ties(tmp_path, nvme, params, optimizer, stored, dtype):
     values = {name: t.to(stored) if t.is_floating_point() else t for name, t in make(seed=5).state_dict().items()}
     del values["head.weight"]
     save_file(values, tmp_path / "model.safetensors")
-    model = zinf.shard(make(seed=6), config(nvme, params=params, optimizer=optimizer))
+    model = zinf.shard(make(seed=6), config(nvme, params=params, optimizer=optimizer, dtype=dtype))
+    with zero3.gathered(model.blocks, modify=True), torch.no_grad():
+        model.blocks[0].up.weight.mul_(3)  # what is there is gone, the rest of its split too
     assert zinf.load_pretrained(model, tmp_path) == ([], [])
     found = model.state_dict()
     for name, value in values.items():
         assert torch.equal(found[name], value.to(found[name].dtype)), name
+        if name != "seen":  # the master holds all of it
+            assert torch.equal(zinf.full_state(model.get_parameter(name))["param"], value.float()), name
     assert torch.equal(found["head.weight"], found["embedding.weight"])
 
 
@@ -109,7 +114,7 @@ def test_a_checkpoint_is_exported_without_the_model(tmp_path, nvme):
     model, optimizer = offloaded(config(nvme))
     train(model, optimizer, range(2))
     zinf.save(tmp_path / "run", model, optimizer)
-    safetensors_stream.export_checkpoint(tmp_path / "run", tmp_path / "a")
+    safetensors_export.export_checkpoint(tmp_path / "run", tmp_path / "a")
     zinf.export(model, tmp_path / "b")
     ours, theirs = folder_tensors(tmp_path / "a"), folder_tensors(tmp_path / "b")
     assert ours.keys() == theirs.keys()
@@ -118,7 +123,7 @@ def test_a_checkpoint_is_exported_without_the_model(tmp_path, nvme):
 
 def test_a_full_drive_leaves_no_file_that_looks_whole(tmp_path, nvme, monkeypatch):
     model, _ = offloaded(config(nvme))
-    monkeypatch.setattr(safetensors_stream._Writer, "elements", _fail)
+    monkeypatch.setattr(safetensors_export._Writer, "elements", _fail)
     with pytest.raises(OSError, match="full"):
         zinf.export(model, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

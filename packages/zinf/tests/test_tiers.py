@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import deepnvme
 from zinf.spans import Spans
 from zinf.tier_set import allocate_host, check_directories
 from zinf.tiers import Key
@@ -48,6 +49,41 @@ def test_a_round_trip_in_pieces(tier, dtype, small_pieces):
     tier.start_write(KEY, -values[4096:8192], 4096)()
     tier.start_read(KEY, out)()
     assert torch.equal(out, torch.cat([values[:4096], -values[4096:8192], values[8192:]]))
+
+
+def test_zeros_in_a_part(tier, small_pieces):
+    numel = 3 * 4096 + 2048
+    values = torch.arange(1, numel + 1).to(torch.int16)
+    tier.create(KEY, numel, torch.int16)
+    tier.start_write(KEY, values)()
+    tier.start_clear(KEY, 4096, 4096)()
+    tier.start_clear(KEY, 3 * 4096, 2048)()
+    out = torch.empty(numel, dtype=torch.int16)
+    tier.start_read(KEY, out)()
+    assert torch.equal(out, torch.cat([values[:4096], torch.zeros_like(out[:4096]), values[8192:12288], out[12288:]]))
+    assert not out[12288:].any()
+
+
+def test_checksums_come_with_a_piece_and_go_with_it(nvme, small_pieces):
+    tier = NvmeTier([str(nvme)], checksum=True, spans=Spans())
+    values = torch.arange(2 * 4096.0)
+    tier.create(KEY, values.numel(), torch.float32)
+    known = deepnvme.crc32c(values[:4096])
+    tier.start_write(KEY, values[:4096], 0, known)()
+    tier.start_write(KEY, values[4096:], 4096, known)()  # of other bytes
+    out = torch.empty(4096)
+    read = tier.start_read(KEY, out)
+    assert read.crc32c == known
+    assert torch.equal(out, values[:4096])
+    with pytest.raises(deepnvme.ChecksumError):
+        tier.start_read(KEY, out, 4096)()
+    tier.start_write(KEY, values, 0, known)()  # of both pieces together there is none
+    whole = torch.empty(2 * 4096)
+    read = tier.start_read(KEY, whole)
+    read()
+    assert read.crc32c is None
+    assert torch.equal(whole, values)
+    tier.close()
 
 
 def test_writes_take_effect_in_order(tier):

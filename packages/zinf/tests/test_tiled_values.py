@@ -15,7 +15,7 @@ from zinf_tiles import Largest, in_tiles, mixtral, of_transformers, tile_all, ti
 import zero3
 import zinf
 from zero3 import tiled_draws
-from zinf.safetensors_stream import export_checkpoint
+from zinf.safetensors_export import export_checkpoint
 from zinf.step_report import memory_bandwidth
 
 # -- construction ---------------------------------------------------------------------------------------------

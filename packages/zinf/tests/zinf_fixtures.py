@@ -50,7 +50,7 @@ def nvme(tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Units of a few thousand elements stream in several pieces, as large ones do."""
-    for module in ("zinf.tiers.nvme", "zinf.offload_engine", "zinf.checkpoint_writer"):
+    for module in ("zinf.tiers.nvme", "zinf.offload_engine", "zinf.checkpoint_writer", "zinf.ring_copy"):
         monkeypatch.setattr(f"{module}.PIECE", 4096)
 
 

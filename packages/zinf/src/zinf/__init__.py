@@ -29,7 +29,8 @@ from .memory_centric_tiling import tiled
 from .offload_engine import engine_of as _engine_of
 from .offloaded_adamw import AdamW
 from .partitioning import init, shard
-from .safetensors_stream import export, load_pretrained
+from .safetensors_export import export
+from .safetensors_loading import load_pretrained
 from .tiled_cross_entropy import cross_entropy
 from .timeline import trace
 

@@ -74,16 +74,10 @@ class Piece:
 
 
 class PieceReader:
-    """Elements of a kind's shards, every piece checked against its checksum.
+    """Elements of a kind's shards, every piece checked against its checksum."""
 
-    order   the stretches of units that will be read, (unit, kind, start, stop) as for `read`: they are read ahead
-    """
-
-    def __init__(
-        self, path: Path, manifest: Manifest, order: Iterable[tuple[UnitRecord, str, int, int]] | None = None
-    ):
+    def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
-        self._order = order
 
     def __enter__(self) -> PieceReader:
         self._stack = contextlib.ExitStack()
@@ -92,13 +86,16 @@ class PieceReader:
             self._files = [
                 stack.enter_context(deepnvme.File(self._path / layout.rank_file(rank), "r")) for rank in files
             ]
-            pieces = (piece for wanted in self._order or () for piece, _ in self._pieces(*wanted))
-            self._ahead = stack.enter_context(ReadAhead(self._stretch(piece) for piece in pieces))
+            self._ahead = stack.enter_context(ReadAhead(checksum=True))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def will_read(self, order: Iterable[tuple[UnitRecord, str, int, int]]) -> None:
+        """The stretches of units for which `read` will be called, (unit, kind, start, stop): they are read ahead."""
+        self._ahead.expect(self._stretch(piece) for wanted in order for piece, _ in self._pieces(*wanted))
 
     def read(self, unit: UnitRecord, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """[start, stop) of the unit's flat buffer, all ranks' shards one after the other: (start, elements).
@@ -112,23 +109,43 @@ class PieceReader:
 
     def read_checked(self, piece: Piece) -> Tensor:
         """The elements of one piece."""
-        stretch, record = self._stretch(piece), piece.unit.kinds[piece.kind]
-        content, is_new = self._ahead.get(stretch)
-        if is_new and deepnvme.crc32c(content) != record.crc32c[piece.rank][piece.number]:
-            count = stretch.nbytes // DTYPES[record.dtype].itemsize
-            names = _names_within(piece.unit, self._first(piece), count)
+        content, crc32c = self._ahead.get(self._stretch(piece))
+        if crc32c is not None:
+            self.check(piece, crc32c)
+        return content.view(DTYPES[piece.unit.kinds[piece.kind].dtype])
+
+    def flat_numel(self, unit: UnitRecord) -> int:
+        """Elements of the unit's flat buffer."""
+        return unit.shard_numel * self._manifest.ranks
+
+    def whole_piece(self, unit: UnitRecord, kind: str, start: int, stop: int) -> Piece | None:
+        """The piece that is exactly [start, stop) of the unit's flat buffer, if there is one."""
+        pieces = list(self._pieces(unit, kind, start, stop))
+        if len(pieces) != 1:
+            return None
+        [(piece, first)] = pieces
+        return piece if (first, first + self._count(piece)) == (start, stop) else None
+
+    def start_read(self, piece: Piece, out: Tensor) -> deepnvme.Request:
+        """Fill `out`, of the piece's bytes; `check` what the request then has as crc32c."""
+        return self._ahead.start_read(self._stretch(piece), out)
+
+    def check(self, piece: Piece, crc32c: int | None) -> None:
+        """CheckpointError where this is not what it must be, and names what is damaged."""
+        record = piece.unit.kinds[piece.kind]
+        if crc32c != record.crc32c[piece.rank][piece.number]:
+            stretch = self._stretch(piece)
+            names = _names_within(piece.unit, self._first(piece), self._count(piece))
             raise CheckpointError(
                 f"{self._path / layout.rank_file(piece.rank)}: {piece.kind} of {', '.join(names)} is damaged "
                 f"({stretch.nbytes} bytes at {stretch.file_offset})"
             )
-        return content.view(DTYPES[record.dtype])
 
     def all_pieces(self) -> Iterator[Piece]:
         """Every piece of the checkpoint."""
         for unit in self._manifest.units:
             for kind in unit.kinds:
-                whole = (unit, kind, 0, unit.shard_numel * self._manifest.ranks)
-                yield from (piece for piece, _ in self._pieces(*whole))
+                yield from (piece for piece, _ in self._pieces(unit, kind, 0, self.flat_numel(unit)))
 
     def _pieces(self, unit: UnitRecord, kind: str, start: int, stop: int) -> Iterator[tuple[Piece, int]]:
         """The pieces that hold [start, stop), and where in the unit's flat buffer each begins."""
@@ -144,11 +161,15 @@ class PieceReader:
         return piece.rank * piece.unit.shard_numel + piece.number * self._manifest.piece_numel
 
     def _stretch(self, piece: Piece) -> Stretch:
-        record, numel = piece.unit.kinds[piece.kind], self._manifest.piece_numel
+        record = piece.unit.kinds[piece.kind]
         itemsize = DTYPES[record.dtype].itemsize
-        count = min(numel, piece.unit.shard_numel - piece.number * numel)
-        offset = record.file_offset + piece.number * numel * itemsize
-        return Stretch(self._files[piece.rank], offset, count * itemsize)
+        offset = record.file_offset + piece.number * self._manifest.piece_numel * itemsize
+        return Stretch(self._files[piece.rank], offset, self._count(piece) * itemsize)
+
+    def _count(self, piece: Piece) -> int:
+        """Elements."""
+        numel = self._manifest.piece_numel
+        return min(numel, piece.unit.shard_numel - piece.number * numel)
 
 
 def _names_within(unit: UnitRecord, start: int, count: int) -> list[str]:
@@ -164,8 +185,8 @@ def verify(dir: str | os.PathLike) -> list[str]:
         read_tensors(path, manifest)
     except (CheckpointError, OSError, ValueError) as error:
         damaged.append(str(error))
-    whole = ((u, kind, 0, u.shard_numel * manifest.ranks) for u in manifest.units for kind in u.kinds)
-    with PieceReader(path, manifest, whole) as reader:
+    with PieceReader(path, manifest) as reader:
+        reader.will_read((unit, kind, 0, reader.flat_numel(unit)) for unit in manifest.units for kind in unit.kinds)
         for piece in reader.all_pieces():
             try:
                 reader.read_checked(piece)

@@ -19,7 +19,7 @@ from zero3.unit import ParamSlot, Unit
 
 from . import unit_states
 from .checkpoint_extra import give_tensors
-from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
+from .checkpoint_files import Piece, PieceReader, find, read_manifest, read_tensors
 from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord, tiles_by_name
 from .checkpoint_writer import buffers, saved_kinds
 from .companion_files import from_tensors
@@ -28,7 +28,8 @@ from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
 from .rank_failures import together
-from .tier_fill import TierFill
+from .ring_copy import Buffers, Copy, RingCopy
+from .tiers import NO_WAIT, Wait
 
 
 def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> Any:
@@ -125,6 +126,10 @@ class _Part:
     stop: int
     stretches: list[_Stretch]
 
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
 
 def _parts(engine: OffloadEngine, machinery: PartitionedModel, places: Places) -> Iterator[_Part]:
     """All parts of this rank's shards, in the order in which they are filled."""
@@ -147,20 +152,60 @@ def _load_units(
     engine: OffloadEngine, machinery: PartitionedModel, places: Places, path: Path, manifest: Manifest
 ) -> None:
     """Fill this rank's shards, read ahead and written behind."""
-    parts = _parts(engine, machinery, places)
-    order = ((s.record, part.kind, s.start, s.stop) for part in parts for s in part.stretches)
-    longest = max((unit.shard_numel for unit in machinery.units), default=0)
-    with PieceReader(path, manifest, order) as reader, TierFill(engine, longest) as fill:
-        for part in _parts(engine, machinery, places):
-            with fill.part(part.unit, part.kind, part.dtype, part.start, part.stop) as out:
-                if sum(s.stop - s.start for s in part.stretches) < out.numel():
-                    out.zero_()
-                for s in part.stretches:
-                    for at, elements in reader.read(s.record, part.kind, s.start, s.stop):
-                        to = s.to + at - s.start
-                        out[to : to + elements.numel()] = elements
+    parts = list(_parts(engine, machinery, places))
+    with PieceReader(path, manifest) as reader:
+        whole = [_as_saved(part, reader) for part in parts]
+        reader.will_read(
+            (s.record, part.kind, s.start, s.stop)
+            for part, piece in zip(parts, whole, strict=True)
+            for s in (part.stretches if piece is None else [])
+        )
+        with RingCopy.for_pieces(engine, machinery.units, "loading a checkpoint") as ring:
+            ring.run(
+                _put_together(engine, reader, part) if piece is None else _copy_whole(engine, reader, part, piece)
+                for part, piece in zip(parts, whole, strict=True)
+            )
     for unit in machinery.units:
         unit.model.values_changed(unit)
+
+
+def _as_saved(part: _Part, reader: PieceReader) -> Piece | None:
+    """The piece of the checkpoint that a part is: the same parameters at the same places, and nothing else."""
+    if len({(id(s.record), s.start - s.to) for s in part.stretches}) != 1:
+        return None
+    record, start = part.stretches[0].record, part.stretches[0].start - part.stretches[0].to
+    stop = start + part.stop - part.start
+    saved = [slot for slot in record.slots if slot.offset < stop and start < slot.offset + slot.numel]
+    if len(saved) != len(part.stretches) or start < 0 or stop > reader.flat_numel(record):
+        return None
+    return reader.whole_piece(record, part.kind, start, stop)
+
+
+def _copy_whole(engine: OffloadEngine, reader: PieceReader, part: _Part, piece: Piece) -> Copy:
+    """It is read to where it is written from, and keeps its checksum."""
+
+    def write(buffers: Buffers, read: Wait) -> Wait:
+        crc32c = read.crc32c
+        reader.check(piece, crc32c)
+        return engine.start_write(part.unit, part.kind, buffers[0].view(part.dtype), part.start, crc32c)
+
+    return Copy([part.nbytes], lambda buffers: Wait([reader.start_read(piece, buffers[0])]), write)
+
+
+def _put_together(engine: OffloadEngine, reader: PieceReader, part: _Part) -> Copy:
+    """From wherever the checkpoint has its elements."""
+
+    def write(buffers: Buffers, _: Wait) -> Wait:
+        elements = buffers[0].view(part.dtype)
+        if sum(s.stop - s.start for s in part.stretches) < elements.numel():
+            elements.zero_()
+        for s in part.stretches:
+            for at, found in reader.read(s.record, part.kind, s.start, s.stop):
+                to = s.to + at - s.start
+                elements[to : to + found.numel()] = found
+        return engine.start_write(part.unit, part.kind, elements, part.start)
+
+    return Copy([part.nbytes], lambda _: NO_WAIT, write)
 
 
 def _match_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:

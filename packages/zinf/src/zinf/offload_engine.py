@@ -246,8 +246,17 @@ class OffloadEngine(ShardStore):
 
     def write(self, unit: Unit, kind: str, values: Tensor, start: int) -> None:
         """Keep `values` from element `start` (a multiple of PIECE) on."""
+        self.start_write(unit, kind, values, start)()
+
+    def start_write(self, unit: Unit, kind: str, values: Tensor, start: int, crc32c: int | None = None) -> Wait:
+        """As `write`, behind the caller's back; see Tier.start_write."""
         self.before_change(unit)
-        self.tier(unit, kind).start_write(self.key(unit, kind), values, start)()
+        return self.tier(unit, kind).start_write(self.key(unit, kind), values, start, crc32c)
+
+    def start_clear(self, unit: Unit, kind: str, start: int, count: int) -> Wait:
+        """As `start_write` of zeros."""
+        self.before_change(unit)
+        return self.tier(unit, kind).start_clear(self.key(unit, kind), start, count)
 
     @contextmanager
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:

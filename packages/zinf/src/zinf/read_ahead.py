@@ -29,17 +29,25 @@ class Stretch:
 
 
 class ReadAhead:
-    """Reads stretches. `order`: those that will be asked for; any other may be too, and waits longer.
+    """Reads stretches.
+
+    order      those that will be asked for (see `expect`)
+    checksum   whether checksums are taken on the way
 
     A context manager. OSError from the drive surfaces in `get`.
     """
 
-    def __init__(self, order: Iterable[Stretch] = ()):
+    def __init__(self, order: Iterable[Stretch] = (), checksum: bool = False):
         self._order = iter(order)
+        self._checksum = checksum
         self._io = deepnvme.Engine()
         self._coming: dict[Stretch, tuple[deepnvme.Request, Tensor]] = {}
         self._kept: dict[Stretch, Tensor] = {}
         self._free: list[Tensor] = []
+
+    def expect(self, order: Iterable[Stretch]) -> None:
+        """What will be asked for, in this order; anything else may be too, and waits longer."""
+        self._order = iter(order)
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -51,10 +59,10 @@ class ReadAhead:
         self._kept.clear()
         self._free.clear()
 
-    def get(self, stretch: Stretch) -> tuple[Tensor, bool]:
-        """(nbytes,) uint8, valid until some others were asked for; and whether it has just been read."""
+    def get(self, stretch: Stretch) -> tuple[Tensor, int | None]:
+        """(nbytes,) uint8, valid until some others were asked for; and its crc32c, if it was taken just now."""
         if stretch in self._kept:
-            return self._kept[stretch][: stretch.nbytes], False
+            return self._kept[stretch][: stretch.nbytes], None
         if stretch not in self._coming:
             self._start(stretch)
         self._look_ahead()
@@ -63,7 +71,11 @@ class ReadAhead:
         while len(self._kept) >= _KEPT:
             self._free.append(self._kept.pop(next(iter(self._kept))))
         self._kept[stretch] = buffer
-        return buffer[: stretch.nbytes], True
+        return buffer[: stretch.nbytes], request.crc32c
+
+    def start_read(self, stretch: Stretch, out: Tensor) -> deepnvme.Request:
+        """Fill `out` (nbytes,) uint8, beside all that is read ahead."""
+        return self._io.read(stretch.file, out, stretch.file_offset, checksum=self._checksum)
 
     def _look_ahead(self) -> None:
         while len(self._coming) < _MOST_AHEAD and sum(coming.nbytes for coming in self._coming) < _AHEAD_BYTES:
@@ -81,8 +93,7 @@ class ReadAhead:
         else:
             buffer = deepnvme.empty(max(stretch.nbytes, 1)).torch()
             self._free = self._free[-_KEPT:]  # too small ones do not pile up
-        part = buffer[: stretch.nbytes]
-        self._coming[stretch] = self._io.read(stretch.file, part, stretch.file_offset), buffer
+        self._coming[stretch] = self.start_read(stretch, buffer[: stretch.nbytes]), buffer
 
 
 def as_elements(content: Tensor, dtype: torch.dtype) -> Tensor:

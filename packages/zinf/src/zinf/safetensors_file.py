@@ -20,6 +20,10 @@ import deepnvme
 from .errors import CheckpointError
 from .read_ahead import Stretch
 
+# Names in a folder of Hugging Face's layout: its one file; or, of several, what tells which tensor is where.
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

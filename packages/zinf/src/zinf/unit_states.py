@@ -52,6 +52,14 @@ def state_bytes(dtype: torch.dtype) -> dict[str, int]:
     return {"params": kinds.pop("param"), "grads": grad_dtype(dtype, False).itemsize, "optimizer": sum(kinds.values())}
 
 
+def is_param(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether master values of dtype `stored` are the param itself of a unit gathered in `dtype`.
+
+    What `split` makes of them beside is zeros then.
+    """
+    return stored is dtype and dtype is not torch.float16
+
+
 def split(dtype: torch.dtype, values: Tensor) -> dict[str, Tensor]:
     """Master values (n,), of any dtype, as the kinds (n,) each of a unit gathered in `dtype`."""
     parts = {kind: torch.empty(values.shape, dtype=of_kind) for kind, of_kind in value_kinds(dtype).items()}

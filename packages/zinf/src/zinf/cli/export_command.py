@@ -6,7 +6,7 @@ import click
 
 from zinf.cli.command_group import BadInput
 from zinf.errors import CheckpointError
-from zinf.safetensors_stream import export_checkpoint
+from zinf.safetensors_export import export_checkpoint
 from zinf.training.faults import describe
 
 

@@ -6,7 +6,7 @@ A tier keeps tensors by key (unit, kind). `first` counts elements from the start
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,16 @@ class Wait:
     def __call__(self) -> None:
         for request in self._requests:
             request.wait()
+
+    @classmethod
+    def of_all(cls, waits: Iterable[Wait]) -> Wait:
+        """The end of several transfers."""
+        return cls([request for wait in waits for request in wait._requests])
+
+    @property
+    def crc32c(self) -> int | None:
+        """Of what was moved, if one request has moved it all and a checksum was taken on the way."""
+        return self._requests[0].crc32c if len(self._requests) == 1 else None
 
     def done(self) -> bool:
         return all(request.done() for request in self._requests)
@@ -65,8 +75,14 @@ class Tier(Protocol):
     def start_read(self, key: Key, out: Tensor, first: int = 0) -> Wait:
         """Fill `out` (n,) from element `first` on; returns the wait."""
 
-    def start_write(self, key: Key, values: Tensor, first: int = 0) -> Wait:
-        """Keep `values` (n,) from element `first` on; they must not change until the wait returns."""
+    def start_write(self, key: Key, values: Tensor, first: int = 0, crc32c: int | None = None) -> Wait:
+        """Keep `values` (n,) from element `first` on; they must not change until the wait returns.
+
+        `crc32c`: of `values`, where it is known: who keeps checksums need not take it again.
+        """
+
+    def start_clear(self, key: Key, first: int, count: int) -> Wait:
+        """Keep `count` zeros from element `first` on."""
 
     def free(self, key: Key) -> None:
         """The room may be used for something else."""

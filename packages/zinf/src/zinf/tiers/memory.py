@@ -38,10 +38,14 @@ class MemoryTier:
         out.copy_(self._kept[key][first : first + out.numel()])
         return NO_WAIT
 
-    def start_write(self, key: Key, values: Tensor, first: int = 0) -> Wait:
+    def start_write(self, key: Key, values: Tensor, first: int = 0, crc32c: int | None = None) -> Wait:
         target = self._kept[key][first : first + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
+        return NO_WAIT
+
+    def start_clear(self, key: Key, first: int, count: int) -> Wait:
+        self._kept[key][first : first + count].zero_()
         return NO_WAIT
 
     def free(self, key: Key) -> None:

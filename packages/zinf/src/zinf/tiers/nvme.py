@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,10 +92,8 @@ class NvmeTier:
             return
         self.free(key)
         self._sizes[key] = (numel, dtype)
-        zeros = _zeros(min(PIECE, numel), dtype)
         try:
-            pieces = self._pieces(key, 0, numel)
-            for request in [self._swap.put(name, zeros[: stop - start]) for name, start, stop in pieces]:
+            for request in self._put_zeros(key, 0, numel):
                 request.wait()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -113,10 +112,17 @@ class NvmeTier:
         requests = [self._swap.get(name, out=out[start - first : stop - first]) for name, start, stop in pieces]
         return self._watch("read", key, requests, out.nbytes)
 
-    def start_write(self, key: Key, values: Tensor, first: int = 0) -> Wait:
+    def start_write(self, key: Key, values: Tensor, first: int = 0, crc32c: int | None = None) -> Wait:
         pieces = self._pieces(key, first, values.numel())
-        requests = [self._swap.put(name, values[start - first : stop - first]) for name, start, stop in pieces]
+        known = crc32c if len(pieces) == 1 else None  # each piece has its own
+        requests = [
+            self._swap.put(name, values[start - first : stop - first], crc32c=known) for name, start, stop in pieces
+        ]
         return self._watch("written", key, requests, values.nbytes)
+
+    def start_clear(self, key: Key, first: int, count: int) -> Wait:
+        requests = self._put_zeros(key, first, count)
+        return self._watch("written", key, requests, count * self._sizes[key][1].itemsize)
 
     def free(self, key: Key) -> None:
         if key in self._sizes and not self._closed:
@@ -153,6 +159,14 @@ class NvmeTier:
             raise AssertionError(f"{key}: [{first}, {stop}) of {numel} does not begin and end with a piece")
         return [piece for piece in self._named(key, numel) if piece[1] >= first and piece[2] <= stop]
 
+    def _put_zeros(self, key: Key, first: int, count: int) -> list[deepnvme.Request]:
+        _, dtype = self._sizes[key]
+        requests = []
+        for name, start, stop in self._pieces(key, first, count):
+            zeros = _zeros(stop - start, dtype)
+            requests.append(self._swap.put(name, zeros, crc32c=_crc32c_of_zeros(zeros.nbytes)))
+        return requests
+
     def _watch(self, direction: str, key: Key, requests: list, nbytes: int) -> Wait:
         self.traffic.count(direction, key.kind, nbytes)
         if not requests:
@@ -162,11 +176,18 @@ class NvmeTier:
         return Wait(requests)
 
 
-_zero_pieces: dict[torch.dtype, Tensor] = {}
+_standing_zeros = torch.empty(0, dtype=torch.uint8)
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    kept = _zero_pieces.get(dtype)
-    if kept is None or kept.numel() < numel:
-        kept = _zero_pieces[dtype] = deepnvme.empty(numel * dtype.itemsize).torch().view(dtype).zero_()
-    return kept
+    """(numel,) to be written only."""
+    global _standing_zeros
+    nbytes = numel * dtype.itemsize
+    if _standing_zeros.numel() < nbytes:
+        _standing_zeros = deepnvme.empty(nbytes).torch().zero_()
+    return _standing_zeros[:nbytes].view(dtype)
+
+
+@functools.cache
+def _crc32c_of_zeros(nbytes: int) -> int:
+    return deepnvme.crc32c(_zeros(nbytes, torch.uint8))

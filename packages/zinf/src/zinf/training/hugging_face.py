@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from zinf.errors import CheckpointError
 from zinf.models.widened_linear import widen_linear_layers
-from zinf.safetensors_stream import load_pretrained
+from zinf.safetensors_loading import load_pretrained
 from zinf.training.faults import CannotStart, describe
 from zinf.training.head_loss import HeadLoss
 from zinf.training.text_source import Messages, read_documents
