@@ -11,7 +11,7 @@ from zero3.bandwidth_centric import round_up
 from .offload_engine import OffloadEngine
 
 # Of all buffers together: a few pieces of float32, as many requests as keep a drive busy.
-_RING_BYTES = 32 << 20
+_RING_BYTES = 64 << 20
 _MOST_BUFFERS = 16
 
 # Of host_memory at most, where that is small; two buffers there must be.

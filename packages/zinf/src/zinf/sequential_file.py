@@ -39,7 +39,8 @@ class SequentialFile:
         done = 0
         while done < content.numel():
             count = min(content.numel() - done, _BUFFER_BYTES - self._filled)
-            self._open[self._filled : self._filled + count] = content[done : done + count]
+            # By NumPy: torch would wake its other threads for this, and they spin beside the drive's for a while.
+            self._open.numpy()[self._filled : self._filled + count] = content[done : done + count].numpy()
             self._filled += count
             done += count
             if self._filled == _BUFFER_BYTES:
