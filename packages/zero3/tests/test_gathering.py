@@ -60,8 +60,9 @@ def test_rank_0_decides_and_a_change_without_modify_is_an_error_on_every_rank(ra
     ranks(ranks_change, 2)
 
 
-def test_a_change_without_modify_is_an_error_and_dropped():
-    _, model = pair(Perceptron, store=DistantStore())
+@every_store
+def test_a_change_without_modify_is_an_error_and_dropped(store):
+    _, model = pair(Perceptron, store=store())
     before = state_of(model)
     for change in (lambda p: p.data.add_(1), lambda p: p.detach().mul_(3), lambda p: p.data.zero_()):
         with pytest.raises(zero3.UnsupportedError, match=r"layers\.1\.weight"), zero3.gathered(model):
@@ -69,8 +70,9 @@ def test_a_change_without_modify_is_an_error_and_dropped():
         assert_same(state_of(model), before)
 
 
-def test_an_exception_inside_drops_the_changes():
-    _, model = pair(Perceptron, store=DistantStore())
+@every_store
+def test_an_exception_inside_drops_the_changes(store):
+    _, model = pair(Perceptron, store=store())
     before = state_of(model)
     with pytest.raises(ValueError, match="stop"), zero3.gathered(model, modify=True), torch.no_grad():  # noqa: PT012
         model.layers[1].weight.add_(1)

@@ -23,7 +23,7 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
                       False: a change raises UnsupportedError on every rank, and is dropped.
     """
     params = _params(model_or_params)
-    slots = _slots(params)
+    ordinary, slots = _slots(params)
     tiled = list(dict.fromkeys(tiles for param in params if (tiles := tiles_of(param)) is not None))
     units = list(dict.fromkeys(slot.unit for slot in slots))
     for unit in units:
@@ -31,6 +31,7 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
         unit.holds += 1
         unit.model.access(unit)
     before = {unit: _snapshot(unit) for unit in units}
+    before_ordinary = {slot: slot.param.detach().clone() for slot in ordinary}
     for slot in slots:
         parameter_forms.changed(slot)  # count from here
     for tiles in tiled:
@@ -43,6 +44,8 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
         for tiles in tiled:
             tiles.take_apart()
         changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
+        if not finished or not modify:
+            changes += _restore_ordinary(before_ordinary)
         try:
             if finished and modify:
                 _keep(slots)
@@ -64,9 +67,10 @@ def _params(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tens
     return [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
 
 
-def _slots(params: list[Tensor]) -> list[ParamSlot]:
+def _slots(params: list[Tensor]) -> tuple[list[ParamSlot], list[ParamSlot]]:
+    """Those whose parameters are ordinary ones, which one rank has; and those that are gathered."""
     slots = dict.fromkeys(slot for param in params for slot in parameter_forms.slots_of(param))
-    return [slot for slot in slots if not slot.unit.plain]
+    return [slot for slot in slots if slot.unit.plain], [slot for slot in slots if not slot.unit.plain]
 
 
 def _snapshot(unit: Unit) -> Tensor | None:
@@ -77,6 +81,15 @@ def _snapshot(unit: Unit) -> Tensor | None:
 def _restore(unit: Unit, before: Tensor | None) -> None:
     if before is not None and not torch.equal(unit.flat, before):
         unit.flat.copy_(before)
+
+
+def _restore_ordinary(before: dict[ParamSlot, Tensor]) -> list[ParamSlot]:
+    """The same for ordinary parameters; those that were changed."""
+    changed = [slot for slot, was in before.items() if not parameter_forms.same_bits(was, slot.param.detach())]
+    with torch.no_grad():
+        for slot in changed:
+            slot.param.copy_(before[slot])
+    return changed
 
 
 def _forbid_saved(unit: Unit) -> None:
@@ -97,7 +110,7 @@ def _keep(slots: list[ParamSlot]) -> None:
 
 def _refuse(units: list[Unit], changes: list[ParamSlot]) -> None:
     """UnsupportedError on every rank when any rank has changed something."""
-    for unit in units:
+    for unit in dict.fromkeys([*units, *(slot.unit for slot in changes)]):
         flags = torch.tensor([slot in changes for slot in unit.slots], dtype=torch.uint8, device=unit.device)
         unit.model.ranks.maximum(flags, f"whether parameters of unit {unit.name} were changed")
         if flags.any():

@@ -222,7 +222,7 @@ def changed(slot: ParamSlot) -> bool:
     count = slot.param._version - slot.version
     slot.version += count
     was, slot.touched = slot.touched, None
-    if was is not None and not _same_bits(was, raw_data(slot.param)):
+    if was is not None and not same_bits(was, raw_data(slot.param)):
         count += 1
     slot.changes += count
     return count > 0
@@ -239,7 +239,8 @@ def changes_of(slot: ParamSlot) -> int:
         return changes + param._version - slot.version
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits, NaN included."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
