@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
 from .unit import ParamSlot, Unit
+from .untraced import untraced
 
 # torch's own attributes, past our properties. Bound once: they are called for every parameter at every gather.
 _data_slot: Any = torch._C.TensorBase.data
@@ -162,6 +163,7 @@ class Released(_Partitioned):
     detach_gathers = True  # False while a module lists its parameters for state_dict (full_state.py)
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
