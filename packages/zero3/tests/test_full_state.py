@@ -256,8 +256,9 @@ def test_an_optimizers_state_can_be_saved_and_loaded(ranks):
     ranks(optimizer_state, 2)
 
 
-def test_a_pickled_model_is_a_plain_one():
-    plain, model = pair(SmallGPT, store=DistantStore())
+@pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
+def test_a_pickled_model_is_a_plain_one(store):
+    plain, model = pair(SmallGPT, store=store())
     copied = pickle.loads(pickle.dumps(model))
     assert_same(copied.state_dict(), plain.state_dict())
     assert_same(train_plain(copied, 1)[1], train_plain(plain, 1)[1])
