@@ -13,7 +13,7 @@ All make the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class AdamW(torch.optim.Optimizer):
 
     Parameters
     ----------
-    params        parameters, or groups of them, of models made by zinf.init or zinf.shard
+    params        parameters, or groups of them, of models made by zinf.init or zinf.shard; others of these models keep
+                  their gradients, and are not updated
     lr, betas, eps, weight_decay   as in torch.optim.AdamW; per group, read when a step runs
     grad_clip     None, or the largest global 2-norm of the gradients
     accumulate    backwards per step. Gradients are summed (scale the loss as in plain torch). With
@@ -62,10 +63,11 @@ class AdamW(torch.optim.Optimizer):
         grad_clip: float | None = None,
         accumulate: int = 1,
     ):
-        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0:
-            raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
-        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not _in_range(value, math.inf):
+                raise ValueError(f"{name}={value!r} must be a finite number, and not negative")
+        if not (isinstance(betas, Sequence) and len(betas) == 2 and all(_in_range(beta, 1) for beta in betas)):
+            raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
         if not (isinstance(accumulate, int) and accumulate >= 1):
             raise ValueError(f"accumulate={accumulate!r} must be a whole number of at least 1")
         if grad_clip is not None and not grad_clip > 0:
@@ -132,7 +134,11 @@ class AdamW(torch.optim.Optimizer):
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter of `unit` is ours, and not all are frozen."""
-        return unit.trainable and any(slot.owner in self.state for slot in unit.slots)
+        return unit.trainable and self.owns(unit)
+
+    def owns(self, unit: Unit) -> bool:
+        """Whether any parameter of `unit` is ours. The gradients of others are not touched, as in torch."""
+        return any(slot.owner in self.state for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         if self.grad_clip is None and self.loss_scale.value == 1.0 and not self.loss_scale.dynamic:
             return factor
-        norm = self._norm()
+        norm = self._norm(own=True)
         finite = math.isfinite(norm)
         self.loss_scale.stepped(overflow=not finite)
         if not finite:
@@ -180,9 +186,13 @@ class AdamW(torch.optim.Optimizer):
             factor *= min(1.0, self.grad_clip / (norm + 1e-6))
         return factor
 
-    def _norm(self) -> float:
-        """Global norm of the unscaled gradients, clipping so far included."""
-        squares = sum(gradient_norm.norm(engine, model.units) ** 2 for engine, model in self._engines.items())
+    def _norm(self, own: bool) -> float:
+        """Global norm of the unscaled gradients, clipping so far included: of the models', or only of our own."""
+
+        def counts(slot: ParamSlot) -> bool:
+            return slot.has_grad and (not own or slot.owner in self.state)
+
+        squares = sum(gradient_norm.norm(engine, model.units, counts) ** 2 for engine, model in self._engines.items())
         self.grad_norm = math.sqrt(squares) * self.pending_factor
         return self.grad_norm
 
@@ -228,7 +238,7 @@ class AdamW(torch.optim.Optimizer):
         """See `zinf.clip_grad_norm_`."""
         self._refuse_clipping()
         self._settle_gradients()
-        norm = self._norm()
+        norm = self._norm(own=False)
         if math.isfinite(norm):
             self._clip_factor *= min(1.0, float(max_norm) / (norm + 1e-6))
         else:
@@ -282,6 +292,14 @@ class AdamW(torch.optim.Optimizer):
             updates.forget()
         self._clip_factor = 1.0
         self._settings.clear()
+
+
+def _in_range(value: Any, end: float) -> bool:
+    """Whether it is a number, perhaps in a tensor, in [0, end)."""
+    try:
+        return 0 <= float(value) < end
+    except (TypeError, ValueError):
+        return False
 
 
 _UPDATES = {False: UpdateInStep, "backward": UpdateInBackward, "next-forward": UpdateBeforeUse}
