@@ -186,6 +186,37 @@ def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     assert run(model, optimizer, scheduler, range(5, 10)) == wanted[5:]
 
 
+schedules = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: schedules.MultiStepLR(o, [2, 7]),  # whose state has a dict with whole numbers as keys
+        lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+        lambda o: schedules.SequentialLR(o, [schedules.LinearLR(o), schedules.CosineAnnealingLR(o, 5)], [3]),
+        lambda o: schedules.ReduceLROnPlateau(o, patience=0),
+    ],
+)
+def test_the_state_of_any_schedule_is_kept(nvme, tmp_path, schedule):
+    rates = []
+    for resume in (False, True):
+        model = zinf.shard(make(), config(nvme))
+        optimizer = zinf.AdamW(model.parameters(), lr=1e-2)
+        scheduler = schedule(optimizer)
+        if resume:
+            scheduler.load_state_dict(zinf.load(tmp_path, model, optimizer))
+        for step in range(5 if resume else 0, 10):
+            train(model, optimizer, [step])
+            scheduler.step(*[1.0] * isinstance(scheduler, schedules.ReduceLROnPlateau))
+            if step == 4:
+                zinf.save(tmp_path, model, optimizer, extra=scheduler.state_dict())
+            if step > 4:
+                rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:5] == rates[5:]
+    assert len(set(rates)) > 1
+
+
 def test_random_numbers_go_on(nvme, tmp_path):
     model, optimizer, _ = saved(nvme, tmp_path)
     zinf.save(tmp_path, model, optimizer)
@@ -221,7 +252,7 @@ def accumulated(rank, world, nvme, folder, until):
 
 def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     extra = {
-        "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False],
+        "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False], "counts": {7: 1, "seven": 2},
         "nested": {
             "half": torch.arange(3, dtype=torch.bfloat16), "list": [torch.tensor(5), {"empty": torch.zeros(0, 2)}],
         },
@@ -229,14 +260,14 @@ def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     model, optimizer, _ = saved(nvme, tmp_path)
     zinf.save(tmp_path, model, optimizer, extra=extra)
     found = zinf.load(tmp_path, model, optimizer)
-    assert {key: found[key] for key in ("step", "best", "name", "nothing", "flags")} == {
-        key: extra[key] for key in ("step", "best", "name", "nothing", "flags")
+    assert {key: found[key] for key in ("step", "best", "name", "nothing", "flags", "counts")} == {
+        key: extra[key] for key in ("step", "best", "name", "nothing", "flags", "counts")
     }
     assert torch.equal(found["nested"]["half"], extra["nested"]["half"])
     assert found["nested"]["half"].dtype is torch.bfloat16
     assert found["nested"]["list"][0] == 5
     assert found["nested"]["list"][1]["empty"].shape == (0, 2)
-    for bad in ({1: 2}, {"f": print}, [object()]):
+    for bad in ({None: 2}, {True: 2}, {"__items__": 2}, {"f": print}, [object()]):
         with pytest.raises(TypeError, match="extra"):
             zinf.save(tmp_path, model, optimizer, extra=bad)
     assert len(checkpoints(tmp_path)) == 2
