@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zinf_testing import SETTINGS, assert_same, config, full_states, make, offloaded, state_of, train
+from zinf_testing import SETTINGS, ManyDtypes, assert_same, config, full_states, make, offloaded, state_of, train
 
 import deepnvme
 import zinf
@@ -156,6 +156,21 @@ def test_frozen_parameters_and_buffers_of_two_ranks(ranks, nvme, tmp_path):
         assert all(found)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_parameters_and_buffers_of_other_dtypes(nvme, tmp_path, tier):
+    models = [zinf.shard(ManyDtypes(seed), config(nvme, tier, "cpu", tier)) for seed in (1, 2)]
+    optimizers = [zinf.AdamW(model.linear.parameters()) for model in models]
+    models[0](torch.ones(2, 8)).sum().backward()
+    optimizers[0].step()
+    zinf.save(tmp_path, models[0], optimizers[0])
+    zinf.load(tmp_path, models[1], optimizers[1])
+    assert_same(as_bytes(state_of(models[1])), as_bytes(state_of(models[0])))
+
+
+def as_bytes(state):
+    return {name: value.reshape(-1).view(torch.uint8) for name, value in state.items()}
+
+
 def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     """Resumed in an optimizer that was built with other values."""
 
@@ -271,6 +286,21 @@ def test_extra_keeps_values_and_tensors(nvme, tmp_path):
         with pytest.raises(TypeError, match="extra"):
             zinf.save(tmp_path, model, optimizer, extra=bad)
     assert len(checkpoints(tmp_path)) == 2
+
+
+def test_the_optimizer_is_the_models_own(nvme, tmp_path):
+    model, optimizer, _ = saved(nvme, tmp_path)
+    _, others, _ = saved(nvme, tmp_path / "other")
+    for wrong, error, words in (
+        (torch.optim.SGD(make().parameters(), lr=1.0), TypeError, r"torch\.optim\.sgd\.SGD.*zinf\.AdamW"),
+        (others, ValueError, "another model's"),
+    ):
+        with pytest.raises(error, match=words):
+            zinf.save(tmp_path, model, wrong)
+        with pytest.raises(error, match=words):
+            zinf.load(tmp_path, model, wrong)
+    assert len(checkpoints(tmp_path)) == 1
+    zinf.load(tmp_path, model, optimizer)
 
 
 def test_the_swap_folder_may_vanish(nvme, tmp_path):

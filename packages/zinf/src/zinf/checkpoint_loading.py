@@ -23,7 +23,7 @@ from .checkpoint_files import PieceReader, find, read_manifest, read_tensors
 from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord, tiles_by_name
 from .checkpoint_writer import buffers, saved_kinds
 from .companion_files import from_tensors
-from .durable_save import finish_background_save, settle
+from .durable_save import check_optimizer, finish_background_save, settle
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
@@ -38,6 +38,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     what is damaged or does not fit; shapes and names are compared before anything is changed.
     """
     engine, machinery = engine_of(model)
+    check_optimizer(engine, optimizer)
     finish_background_save(engine, machinery)
     path = find(dir)
     manifest = read_manifest(path)
@@ -149,8 +150,7 @@ def _load_units(
     """Fill this rank's shards, read ahead and written behind."""
     parts = _parts(engine, machinery, places)
     order = ((s.record, part.kind, s.start, s.stop) for part in parts for s in part.stretches)
-    longest = max((unit.shard_numel for unit in machinery.units), default=0)
-    with PieceReader(path, manifest, order) as reader, TierFill(engine, longest) as fill:
+    with PieceReader(path, manifest, order) as reader, TierFill(engine, machinery.units) as fill:
         for part in _parts(engine, machinery, places):
             with fill.part(part.unit, part.kind, part.dtype, part.start, part.stop) as out:
                 if sum(s.stop - s.start for s in part.stretches) < out.numel():

@@ -273,8 +273,7 @@ def _fill(engine: OffloadEngine, units: list[Unit], sources: Mapping[ParamSlot, 
         for start, stop in pieces(unit.shard_numel)
         for slot, low, high, _ in _own_parts(unit, start, stop)
     )
-    longest = max((unit.shard_numel for unit in units), default=0)
-    with ReadAhead(order) as folder.ahead, TierFill(engine, longest) as fill:
+    with ReadAhead(order) as folder.ahead, TierFill(engine, units) as fill:
         for unit in units:
             for start, stop in pieces(unit.shard_numel):
                 own = list(_own_parts(unit, start, stop))

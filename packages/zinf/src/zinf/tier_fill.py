@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from zero3.unit import Unit
 
+from . import unit_states
 from .buffer_ring import BufferRing
 from .offload_engine import OffloadEngine
 from .tiers import Wait
 from .tiers.nvme import PIECE
-
-_WIDEST = 4  # bytes of an element of any kind that is filled
 
 
 class TierFill:
@@ -25,10 +24,10 @@ class TierFill:
     OSError from the drive surfaces at a later piece or at the end.
     """
 
-    def __init__(self, engine: OffloadEngine, longest: int):
-        """`longest`: elements of the longest shard."""
+    def __init__(self, engine: OffloadEngine, units: Iterable[Unit]):
+        """`units`: all that will be filled."""
         self._engine = engine
-        self._ring = BufferRing(engine, min(PIECE, longest) * _WIDEST, "filling a model's states")
+        self._ring = BufferRing(engine, max(map(_largest_part, units), default=0), "filling a model's states")
         self._writing: deque[tuple[Wait, Tensor]] = deque()
 
     def __enter__(self) -> TierFill:
@@ -69,3 +68,9 @@ class TierFill:
         wait()
         self._writing.popleft()
         self._ring.free.append(buffer)
+
+
+def _largest_part(unit: Unit) -> int:
+    """Bytes of the longest piece of the widest kind of a unit's states."""
+    widest = max(dtype.itemsize for dtype in unit_states.update_kinds(unit.dtype).values())
+    return min(PIECE, unit.shard_numel) * widest
