@@ -77,3 +77,34 @@ def test_settings_out_of_range_are_named(nvme, settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         zinf.AdamW(model.parameters(), **settings)
     zinf.AdamW(model.parameters())  # the refused one has not taken charge
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_schedule_may_end_a_rounding_below_0(nvme, overlap):
+    model = zinf.shard(make(), config(nvme, overlap_optimizer=overlap))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, end_factor=0.0, total_iters=5)
+    for step in range(5):
+        train(model, optimizer, [step])
+        schedule.step()
+    assert -1e-18 < optimizer.param_groups[0]["lr"] < 0
+    before = state_of(model)
+    train(model, optimizer, 2)
+    assert_same(state_of(model), before)
+
+
+@pytest.mark.parametrize("change", [{"lr": -0.1}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": "small"}])
+def test_a_group_that_was_changed_to_nonsense_is_refused_by_the_step(nvme, change):
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW([{"params": model.blocks.parameters()}, {"params": model.norm.parameters()}])
+    train(model, optimizer, 1)
+    group = optimizer.param_groups[1]
+    before, sane = state_of(model), dict(group)
+    model.loss(model.data(1)).backward()
+    group.update(change)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        optimizer.step()
+    assert_same(state_of(model), before)
+    group.update(sane)
+    optimizer.step()
+    assert zinf.full_state(model.blocks[0].up.weight)["step"] == 2

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpu_adam.scalars import scheduled_rate
 from zero3 import parameter_forms
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
@@ -63,17 +64,14 @@ class AdamW(torch.optim.Optimizer):
         grad_clip: float | None = None,
         accumulate: int = 1,
     ):
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not _in_range(value, math.inf):
-                raise ValueError(f"{name}={value!r} must be a finite number, and not negative")
-        if not (isinstance(betas, Sequence) and len(betas) == 2 and all(_in_range(beta, 1) for beta in betas)):
-            raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _checked(settings)
         if not (isinstance(accumulate, int) and accumulate >= 1):
             raise ValueError(f"accumulate={accumulate!r} must be a whole number of at least 1")
         if grad_clip is not None and not grad_clip > 0:
             raise ValueError(f"grad_clip={grad_clip} must be a positive norm")
         self._engines: dict[OffloadEngine, PartitionedModel] = {}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, settings)
         self.grad_clip = grad_clip
         self.accumulate = accumulate
         self.skipped = False
@@ -212,15 +210,10 @@ class AdamW(torch.optim.Optimizer):
     def settings_of(self, unit: Unit) -> dict[int, dict[str, Any] | None]:
         """Slot index -> settings of its next update; None for what has no gradient or is not ours."""
         if not self._settings:
-            for group in self.param_groups:
+            checked = [_checked(group) for group in self.param_groups]  # all, before anything is noted
+            for group, of_group in zip(self.param_groups, checked, strict=True):
                 for param in group["params"]:
-                    settings = {
-                        "lr": float(group["lr"]),
-                        "betas": tuple(group["betas"]),
-                        "eps": float(group["eps"]),
-                        "weight_decay": float(group["weight_decay"]),
-                        "step": self.state[param]["step"] + 1,
-                    }
+                    settings = {**of_group, "step": self.state[param]["step"] + 1}
                     for slot in parameter_forms.slots_of(param):
                         self._settings.setdefault(slot.unit, {})[slot.index] = settings
         ours = self._settings.get(unit, {})
@@ -294,12 +287,25 @@ class AdamW(torch.optim.Optimizer):
         self._settings.clear()
 
 
-def _in_range(value: Any, end: float) -> bool:
-    """Whether it is a number, perhaps in a tensor, in [0, end)."""
+def _checked(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group, as numbers. ValueError names one that is none, or out of range."""
+    settings: dict[str, Any] = {}
+    for name in ("lr", "eps", "weight_decay"):
+        settings[name] = _number(scheduled_rate if name == "lr" else float, group[name])
+        if not 0 <= settings[name] < math.inf:
+            raise ValueError(f"{name}={group[name]!r} must be a finite number, and not negative")
+    betas = group["betas"]
+    settings["betas"] = tuple(_number(float, beta) for beta in betas) if isinstance(betas, Sequence) else ()
+    if not (len(settings["betas"]) == 2 and all(0 <= beta < 1 for beta in settings["betas"])):
+        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
+    return settings
+
+
+def _number(convert: Callable[[Any], float], value: Any) -> float:
     try:
-        return 0 <= float(value) < end
+        return convert(value)
     except (TypeError, ValueError):
-        return False
+        return math.nan  # in no range
 
 
 _UPDATES = {False: UpdateInStep, "backward": UpdateInBackward, "next-forward": UpdateBeforeUse}
