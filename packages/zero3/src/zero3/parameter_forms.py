@@ -375,6 +375,7 @@ METADATA = frozenset(
             "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mps", "is_xpu", "is_nested",
             "is_quantized", "is_mkldnn", "is_vulkan", "is_ipu", "is_mtia", "is_maia", "itemsize", "nbytes",
             "retains_grad", "output_nr", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+            "grad_dtype",
         ),
         *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.element_size,
