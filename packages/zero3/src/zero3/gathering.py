@@ -30,8 +30,8 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
         unit.model.border()
         unit.holds += 1
         unit.model.access(unit)
-    before = {unit: _snapshot(unit) for unit in units}
-    before_ordinary = {slot: slot.param.detach().clone() for slot in ordinary}
+    before = _Before(units, ordinary)
+    _open.append(before)
     for slot in slots:
         parameter_forms.changed(slot)  # count from here
     for tiles in tiled:
@@ -41,20 +41,21 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
         yield
         finished = True
     finally:
+        _open.remove(before)
         for tiles in tiled:
             tiles.take_apart()
         changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
-        if not finished or not modify:
-            changes += _restore_ordinary(before_ordinary)
         try:
             if finished and modify:
                 _keep(slots)
+                for outer in _open:
+                    outer.keep([*ordinary, *slots])
             elif finished:
-                _refuse(units, changes)
+                _refuse(units, [*changes, *before.ordinary_changes()])
         finally:
+            if not finished or not modify:
+                before.restore()
             for unit in units:
-                if not finished or not modify:
-                    _restore(unit, before[unit])
                 unit.holds -= 1
                 if not unit.holds:
                     _forbid_saved(unit)
@@ -73,23 +74,38 @@ def _slots(params: list[Tensor]) -> tuple[list[ParamSlot], list[ParamSlot]]:
     return [slot for slot in slots if slot.unit.plain], [slot for slot in slots if not slot.unit.plain]
 
 
-def _snapshot(unit: Unit) -> Tensor | None:
-    """Memory that is the shard itself cannot be dropped after an unwanted change: keep a copy."""
-    return unit.flat.clone() if unit.permanent else None
+class _Before:
+    """What was there when a block began, where an unwanted change cannot be dropped with a buffer: shards that are the
+    gathered memory itself, and ordinary parameters."""
+
+    def __init__(self, units: Iterable[Unit], ordinary: Iterable[ParamSlot]):
+        self._flats = {unit: unit.flat.clone() for unit in units if unit.permanent}
+        self._ordinary = {slot: slot.param.detach().clone() for slot in ordinary}
+
+    def ordinary_changes(self) -> list[ParamSlot]:
+        """The ordinary parameters that are not as they were."""
+        return [
+            slot for slot, was in self._ordinary.items() if not parameter_forms.same_bits(was, slot.param.detach())
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for slot in self.ordinary_changes():
+                slot.param.copy_(self._ordinary[slot])
+        for unit, was in self._flats.items():
+            if not torch.equal(unit.flat, was):
+                unit.flat.copy_(was)
+
+    def keep(self, slots: Iterable[ParamSlot]) -> None:
+        """A block inside this one has kept its changes of `slots`: they count as what was there."""
+        for slot in slots:
+            if slot in self._ordinary:
+                self._ordinary[slot].copy_(slot.param.detach())
+            elif slot.unit in self._flats:
+                slot.view_of(self._flats[slot.unit]).copy_(slot.view_of(slot.unit.flat))
 
 
-def _restore(unit: Unit, before: Tensor | None) -> None:
-    if before is not None and not torch.equal(unit.flat, before):
-        unit.flat.copy_(before)
-
-
-def _restore_ordinary(before: dict[ParamSlot, Tensor]) -> list[ParamSlot]:
-    """The same for ordinary parameters; those that were changed."""
-    changed = [slot for slot, was in before.items() if not parameter_forms.same_bits(was, slot.param.detach())]
-    with torch.no_grad():
-        for slot in changed:
-            slot.param.copy_(before[slot])
-    return changed
+_open: list[_Before] = []  # of the blocks that are open, the outermost first
 
 
 def _forbid_saved(unit: Unit) -> None:
