@@ -35,6 +35,7 @@ import zero3
         ({"unit_size": "1 MB"}, "unit_size"),
         ({"unit_size": -1}, "unit_size"),
         ({"timeout": 0}, "timeout"),
+        ({"timeout": "long"}, "timeout='long'"),
     ],
 )
 def test_wrong_arguments(arguments, words):
