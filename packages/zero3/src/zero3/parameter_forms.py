@@ -269,6 +269,12 @@ def gather(params: Sequence[Any], views: Sequence[Tensor]) -> None:
             param.__class__ = Gathered  # last, for the same reason as in release
 
 
+def watch(params: Sequence[Any]) -> None:
+    """Let uses of gathered parameters be noticed again; their values stay."""
+    for param in params:
+        param.__class__ = Released
+
+
 def may_have_changed(unit: Unit) -> list[ParamSlot]:
     """Those of a unit's gathered parameters of which `changed` has something to find out."""
     with without_noticing():
