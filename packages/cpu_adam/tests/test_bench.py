@@ -35,6 +35,13 @@ def test_bench_command(tmp_path):
     assert all(row["system"] in done.stdout for row in written["records"])
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    done = run("-m", "cpu_adam.bench", "--numel", "1000", "--threads", "1", "--json", tmp_path / "no" / "bench.json")
+    assert done.returncode == 2
+    assert "no such directory" in done.stderr
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("script", ["against_copy.py", "against_torch.py", "against_deepspeed.py"])
 def test_benchmark_scripts(script):
     if not BENCHMARKS.is_dir():

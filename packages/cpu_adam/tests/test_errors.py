@@ -129,6 +129,7 @@ def test_foreign_byte_order():
 @pytest.mark.parametrize("settings", [
     {"step": 0}, {"step": -1}, {"lr": -1e-3}, {"lr": float("nan")}, {"lr": float("inf")}, {"eps": -1e-8},
     {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (float("nan"), 0.9)}, {"weight_decay": -0.1},
+    {"betas": (0.9,)}, {"betas": 0.9}, {"betas": ("a", "b")},
     {"grad_scale": float("nan")}, {"grad_scale": float("inf")}, {"threads": 0}, {"isa": "sse9"}, {"isa": 3},
 ])  # fmt: skip
 def test_settings_out_of_range(settings):
@@ -140,9 +141,12 @@ def test_an_unavailable_isa_names_those_there_are():
     refused(ValueError, r"available: .*generic", arguments(), isa="avx1024")
 
 
-@pytest.mark.parametrize("settings", [{"step": 1.5}, {"threads": 1.5}, {"lr": "fast"}])
+@pytest.mark.parametrize("settings", [
+    {"step": 1.5}, {"lr": "fast"}, {"eps": None}, {"weight_decay": [0.1]}, {"grad_scale": "big"}, {"threads": 1.5},
+])  # fmt: skip
 def test_settings_of_the_wrong_kind(settings):
-    refused((TypeError, ValueError), r"integer|float", arguments(), **settings)
+    name = next(iter(settings))
+    refused(TypeError, rf"^{name} is .*; a (whole )?number is needed", arguments(), **settings)
 
 
 @pytest.mark.parametrize(("segments", "match"), [
@@ -154,6 +158,9 @@ def test_settings_of_the_wrong_kind(settings):
     ([(0, 5, {"learning_rate": 1.0})], "sets 'learning_rate'"),
     ([(0, 5, {"lr": -1.0})], "lr is -1.0"),
     ([(0, 5, {"step": 0})], "step is 0"),
+    ([(0, 5)], r"segment is \(0, 5\); it must be \(start, stop"),
+    ([(0, 5, [])], "it must be \\(start, stop"),
+    ([(0.5, 5, {})], "it must be \\(start, stop"),
 ])  # fmt: skip
 def test_segments(segments, match):
     refused(ValueError, match, arguments(), segments=segments)

@@ -48,6 +48,7 @@ SETTINGS = [
     {"learning_rate": 1e-2},
     {"learning_rate": 1e-2, "b1": 0.8, "b2": 0.9, "eps": 1e-4, "weight_decay": 0.1},
     {"learning_rate": optax.linear_schedule(1e-2, 1e-4, 8)},
+    {"learning_rate": optax.linear_schedule(1e-2, -1e-2, 8), "weight_decay": 0.1},  # or a rounding below 0
     {"learning_rate": 1e-2, "weight_decay": 0.1, "mask": lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)},
     {"learning_rate": 1e-2, "weight_decay": 0.1, "mask": {"dense": {"w": False, "b": True}, "scale": True}},
 ]

@@ -193,6 +193,7 @@ def test_it_is_an_optimizer_and_schedulers_take_it():
     for scheduler in [
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, end_factor=0.0, total_iters=5),  # ends a rounding below 0
     ]:
         ours, theirs = model(), model()
         a, b = CPUAdam(ours.parameters()), torch.optim.AdamW(theirs.parameters())

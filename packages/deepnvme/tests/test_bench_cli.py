@@ -47,6 +47,19 @@ def test_library_is_imported_without_click(run_python):
     )
 
 
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, flag):
+    wanted = ["run", str(tmp_path), "--size", "1MiB", *SMALL, flag, str(tmp_path / "no" / "f")]
+    result = CliRunner().invoke(main, wanted)
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'no'} is no directory that can be written" in " ".join(result.output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_are_not_negative(tmp_path):
+    assert CliRunner().invoke(main, ["run", str(tmp_path), "--seconds", "-1"]).exit_code == 2
+
+
 def test_info_tells_what_the_system_says(tmp_path):
     found = json.loads(invoke("info", tmp_path, "--json"))
     assert found["direct"]["possible"] in (True, False)

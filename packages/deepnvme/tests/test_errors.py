@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -185,6 +186,25 @@ def test_swap_on_a_full_drive_does_not_claim_the_tensor(small_filesystem):
 
 
 @pytest.mark.root
+@pytest.mark.filterwarnings("ignore:direct I/O")
+def test_swap_on_a_full_drive_reuses_the_room_it_has(small_filesystem):
+    with deepnvme.Swap(small_filesystem) as swap:
+        stored = []
+        with contextlib.suppress(OSError):
+            for number in range(64):
+                swap.put(f"{number}", np.full(64 << 10, number, np.uint8)).wait()
+                stored.append(number)
+        assert 3 < len(stored) < 64
+        swap.pop("1")
+        swap.put("again", np.full(64 << 10, 200, np.uint8)).wait()
+        swap.put("0", np.full(64 << 10, 201, np.uint8)).wait()
+        with pytest.raises(OSError, match="No space left"):
+            swap.put("more", np.zeros(64 << 10, np.uint8)).wait()
+        for name, value in {"again": 200, "0": 201, f"{stored[-1]}": stored[-1]}.items():
+            assert (swap.get(name).result().numpy() == value).all()
+
+
+@pytest.mark.root
 def test_failing_drive(io, tmp_path):
     """EIO from a real block device: a loop device whose backing file has lost its second half."""
     image = tmp_path / "image"
@@ -286,6 +306,36 @@ def test_closed_engine(backend, tmp_path):
     io.close()
 
 
+@pytest.mark.parametrize("offset", [0.5, "4KiB", None])
+def test_an_offset_is_a_whole_number(io, tmp_path, offset):
+    with pytest.raises(TypeError, match="offset must be a whole number, found"):
+        io.write(tmp_path / "f", b"x", offset=offset)
+    assert not (tmp_path / "f").exists()
+
+
+def test_members_of_a_striped_file_are_distinct(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for twice in ("a", "link"):
+        with pytest.raises(ValueError, match=f"{twice} is the same file as .*a: each member needs its own"):
+            deepnvme.File([tmp_path / "a", tmp_path / "b", tmp_path / twice], "w")
+    assert not (tmp_path / "a").exists()  # made here, and taken back
+    with deepnvme.Swap([tmp_path, tmp_path]) as swap:  # two anonymous files of one directory
+        swap.put("x", np.arange(1 << 20)).wait()
+        assert np.array_equal(swap.get("x").result().numpy(), np.arange(1 << 20))
+
+
+def test_no_descriptor_is_left_of_members_that_could_be_opened(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for fails in (
+        lambda: deepnvme.File([tmp_path / "a", tmp_path / "no" / "b"], "w"),
+        lambda: deepnvme.File([tmp_path / "a", tmp_path / "a"], "w"),
+        lambda: deepnvme.Swap([tmp_path, tmp_path / "no"]),
+    ):
+        with pytest.raises((OSError, ValueError)):
+            fails()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_file_opened_for_reading_is_not_written(io, tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     with deepnvme.File(tmp_path / "file") as file, pytest.raises(ValueError, match="opened for reading"):
@@ -294,6 +344,9 @@ def test_file_opened_for_reading_is_not_written(io, tmp_path):
 
 
 def test_arguments_that_make_no_sense(tmp_path):
+    for bad in ({"queue_depth": "8"}, {"threads": 1.5}):
+        with pytest.raises(TypeError, match=f"{next(iter(bad))} must be a whole number"):
+            deepnvme.Engine(**bad)
     for bad in ({"queue_depth": 0}, {"block_size": 1000}, {"block_size": "2GiB"}, {"threads": 0}, {"direct": "yes"}):
         with pytest.raises(ValueError):
             deepnvme.Engine(**bad)

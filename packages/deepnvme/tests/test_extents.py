@@ -61,3 +61,18 @@ def test_free_range_at_the_end_is_lengthened():
     extents.free(0, 10)
     assert extents.allocate(15) == 0
     assert extents.end == 15
+
+
+def test_room_that_was_not_to_be_had_is_not_handed_out_again():
+    extents = Extents(None)
+    for _ in range(3):
+        extents.allocate(4096)
+    extents.free(8192, 4096)
+    assert extents.allocate(3 * 4096) == 8192  # the free range at the end, lengthened
+    extents.free(8192, 3 * 4096)
+    extents.shrink(3 * 4096)
+    assert extents.end == 3 * 4096
+    assert extents.allocate(4096) == 8192
+    assert extents.allocate(4096) == 3 * 4096
+    extents.shrink(extents.end)  # nothing to give back
+    assert extents.end == 4 * 4096

@@ -32,9 +32,10 @@ import zero3
         ({"dtype": "bfloat16"}, "dtype"),
         ({"dtype": torch.int8}, "dtype"),
         ({"reduce_dtype": torch.int64}, "reduce_dtype"),
-        ({"unit_size": "1 MB"}, "size"),
-        ({"unit_size": -1}, "size"),
+        ({"unit_size": "1 MB"}, "unit_size"),
+        ({"unit_size": -1}, "unit_size"),
         ({"timeout": 0}, "timeout"),
+        ({"timeout": "long"}, "timeout='long'"),
     ],
 )
 def test_wrong_arguments(arguments, words):

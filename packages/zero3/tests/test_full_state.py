@@ -256,8 +256,15 @@ def test_an_optimizers_state_can_be_saved_and_loaded(ranks):
     ranks(optimizer_state, 2)
 
 
-def test_a_pickled_model_is_a_plain_one():
+def test_into_a_dict_of_ones_own():
     plain, model = pair(SmallGPT, store=DistantStore())
+    found = model.state_dict(destination={}, prefix="model.")
+    assert_same(found, plain.state_dict(destination={}, prefix="model."))
+
+
+@pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
+def test_a_pickled_model_is_a_plain_one(store):
+    plain, model = pair(SmallGPT, store=store())
     copied = pickle.loads(pickle.dumps(model))
     assert_same(copied.state_dict(), plain.state_dict())
     assert_same(train_plain(copied, 1)[1], train_plain(plain, 1)[1])

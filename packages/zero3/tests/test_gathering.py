@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from zero3_models import Perceptron, SmallGPT
 from zero3_testing import DistantStore, assert_same, at_rest, pair, state_of, train_plain, train_sharded
 
 import zero3
+from zero3.shard_store import InMemoryStore
 
 every_store = pytest.mark.parametrize("store", [DistantStore, lambda: None], ids=["distant", "default"])
 
@@ -60,8 +63,9 @@ def test_rank_0_decides_and_a_change_without_modify_is_an_error_on_every_rank(ra
     ranks(ranks_change, 2)
 
 
-def test_a_change_without_modify_is_an_error_and_dropped():
-    _, model = pair(Perceptron, store=DistantStore())
+@every_store
+def test_a_change_without_modify_is_an_error_and_dropped(store):
+    _, model = pair(Perceptron, store=store())
     before = state_of(model)
     for change in (lambda p: p.data.add_(1), lambda p: p.detach().mul_(3), lambda p: p.data.zero_()):
         with pytest.raises(zero3.UnsupportedError, match=r"layers\.1\.weight"), zero3.gathered(model):
@@ -69,8 +73,9 @@ def test_a_change_without_modify_is_an_error_and_dropped():
         assert_same(state_of(model), before)
 
 
-def test_an_exception_inside_drops_the_changes():
-    _, model = pair(Perceptron, store=DistantStore())
+@every_store
+def test_an_exception_inside_drops_the_changes(store):
+    _, model = pair(Perceptron, store=store())
     before = state_of(model)
     with pytest.raises(ValueError, match="stop"), zero3.gathered(model, modify=True), torch.no_grad():  # noqa: PT012
         model.layers[1].weight.add_(1)
@@ -89,6 +94,27 @@ def test_training_inside_and_blocks_inside_blocks():
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     assert_same(state_of(model), state_of(plain))
     assert at_rest(model)
+
+
+class Resident(InMemoryStore):
+    """Shards are gathered memory, but the machinery's, not ordinary parameters."""
+
+    plain_gradients = False
+
+
+@pytest.mark.parametrize("store", [DistantStore, lambda: Resident(torch.device("cpu")), lambda: None])
+@pytest.mark.parametrize("outer_fails", [False, True])
+def test_what_an_inner_block_keeps_an_outer_one_does_not_drop(store, outer_fails):
+    plain, model = pair(Perceptron, store=store())
+    weight = model.layers[0].weight
+    with contextlib.suppress(KeyError), zero3.gathered(model):
+        with zero3.gathered(weight, modify=True), torch.no_grad():
+            weight[1] = 7.0
+        if outer_fails:
+            raise KeyError
+    with torch.no_grad():
+        plain.layers[0].weight[1] = 7.0
+    assert_same(state_of(model), state_of(plain))
 
 
 @pytest.mark.parametrize("what", [[], [torch.zeros(2)], torch.zeros(2)])

@@ -26,13 +26,17 @@ BAD = [
     ({"loss_scale": 0}, "loss_scale"),
     ({"loss_scale": -1.0}, "loss_scale"),
     ({"loss_scale": True}, "loss_scale"),
+    ({"loss_scale": float("inf")}, "loss_scale"),
+    ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8"),
+    ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16'"),
+    ({"nvme": 5}, "nvme=5"),
     ({"device_memory": "8 potatoes"}, "device_memory"),
     ({"host_memory": -1}, "host_memory"),
     ({"resident": 1.5}, "resident"),
     ({"unit_size": "big"}, "unit_size"),
     ({"overlap_optimizer": "sometimes"}, "overlap_optimizer='sometimes'"),
     ({"overlap_optimizer": True}, "overlap_optimizer=True"),
-    ({"overlap_optimizer": "backward", "loss_scale": "dynamic"}, "loss_scale"),
+    ({"overlap_optimizer": "backward", "loss_scale": "dynamic"}, "needs 'next-forward' or False"),
 ]
 
 

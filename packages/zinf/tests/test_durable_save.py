@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from zinf_testing import SETTINGS, assert_same, config, full_states, make, offloaded, state_of, train
+from zinf_testing import SETTINGS, ManyDtypes, assert_same, config, full_states, make, offloaded, state_of, train
 
 import deepnvme
 import zinf
@@ -129,26 +128,6 @@ def test_frozen_parameters_and_buffers(nvme, tmp_path):
     assert kinds["blocks.2"] == {"param", "remainder", "exp_avg", "exp_avg_sq"}
 
 
-def test_parameters_wider_than_any_other_state(nvme, tmp_path):
-    """Frozen ones of eight bytes an element, which no optimizer takes."""
-
-    def build(seed):
-        model = make(seed)
-        model.table = nn.Parameter(torch.arange(9001) * seed * 2**33, requires_grad=False)
-        return zinf.shard(model, config(nvme, dtype=torch.bfloat16))
-
-    model = build(3)
-    path = zinf.save(tmp_path / "run", model, None).path
-    zinf.export(model, tmp_path / "weights")
-    for load in (
-        lambda other: zinf.load(path, other, None),
-        lambda other: zinf.load_pretrained(other, tmp_path / "weights"),
-    ):
-        other = build(5)
-        load(other)
-        assert torch.equal(other.state_dict()["table"], torch.arange(9001) * 3 * 2**33)
-
-
 @pytest.mark.parametrize("unit_size", ["3KiB", "1GiB"])
 def test_what_lies_as_it_did_is_read_to_where_it_is_written_from(nvme, tmp_path, monkeypatch, unit_size):
     model, _optimizer, path = saved(nvme, tmp_path / "run", dtype=torch.bfloat16)
@@ -190,6 +169,21 @@ def test_frozen_parameters_and_buffers_of_two_ranks(ranks, nvme, tmp_path):
         assert all(found)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_parameters_and_buffers_of_other_dtypes(nvme, tmp_path, tier):
+    models = [zinf.shard(ManyDtypes(seed), config(nvme, tier, "cpu", tier)) for seed in (1, 2)]
+    optimizers = [zinf.AdamW(model.linear.parameters()) for model in models]
+    models[0](torch.ones(2, 8)).sum().backward()
+    optimizers[0].step()
+    zinf.save(tmp_path, models[0], optimizers[0])
+    zinf.load(tmp_path, models[1], optimizers[1])
+    assert_same(as_bytes(state_of(models[1])), as_bytes(state_of(models[0])))
+
+
+def as_bytes(state):
+    return {name: value.reshape(-1).view(torch.uint8) for name, value in state.items()}
+
+
 def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     """Resumed in an optimizer that was built with other values."""
 
@@ -218,6 +212,37 @@ def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.1]
     assert optimizer.param_groups[1]["betas"] == (0.8, 0.99)
     assert run(model, optimizer, scheduler, range(5, 10)) == wanted[5:]
+
+
+schedules = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: schedules.MultiStepLR(o, [2, 7]),  # whose state has a dict with whole numbers as keys
+        lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+        lambda o: schedules.SequentialLR(o, [schedules.LinearLR(o), schedules.CosineAnnealingLR(o, 5)], [3]),
+        lambda o: schedules.ReduceLROnPlateau(o, patience=0),
+    ],
+)
+def test_the_state_of_any_schedule_is_kept(nvme, tmp_path, schedule):
+    rates = []
+    for resume in (False, True):
+        model = zinf.shard(make(), config(nvme))
+        optimizer = zinf.AdamW(model.parameters(), lr=1e-2)
+        scheduler = schedule(optimizer)
+        if resume:
+            scheduler.load_state_dict(zinf.load(tmp_path, model, optimizer))
+        for step in range(5 if resume else 0, 10):
+            train(model, optimizer, [step])
+            scheduler.step(*[1.0] * isinstance(scheduler, schedules.ReduceLROnPlateau))
+            if step == 4:
+                zinf.save(tmp_path, model, optimizer, extra=scheduler.state_dict())
+            if step > 4:
+                rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:5] == rates[5:]
+    assert len(set(rates)) > 1
 
 
 def test_random_numbers_go_on(nvme, tmp_path):
@@ -255,7 +280,7 @@ def accumulated(rank, world, nvme, folder, until):
 
 def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     extra = {
-        "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False],
+        "step": 3, "best": 0.25, "name": "run", "nothing": None, "flags": [True, False], "counts": {7: 1, "seven": 2},
         "nested": {
             "half": torch.arange(3, dtype=torch.bfloat16), "list": [torch.tensor(5), {"empty": torch.zeros(0, 2)}],
         },
@@ -263,17 +288,32 @@ def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     model, optimizer, _ = saved(nvme, tmp_path)
     zinf.save(tmp_path, model, optimizer, extra=extra)
     found = zinf.load(tmp_path, model, optimizer)
-    assert {key: found[key] for key in ("step", "best", "name", "nothing", "flags")} == {
-        key: extra[key] for key in ("step", "best", "name", "nothing", "flags")
+    assert {key: found[key] for key in ("step", "best", "name", "nothing", "flags", "counts")} == {
+        key: extra[key] for key in ("step", "best", "name", "nothing", "flags", "counts")
     }
     assert torch.equal(found["nested"]["half"], extra["nested"]["half"])
     assert found["nested"]["half"].dtype is torch.bfloat16
     assert found["nested"]["list"][0] == 5
     assert found["nested"]["list"][1]["empty"].shape == (0, 2)
-    for bad in ({1: 2}, {"f": print}, [object()]):
+    for bad in ({None: 2}, {True: 2}, {"__items__": 2}, {"f": print}, [object()]):
         with pytest.raises(TypeError, match="extra"):
             zinf.save(tmp_path, model, optimizer, extra=bad)
     assert len(checkpoints(tmp_path)) == 2
+
+
+def test_the_optimizer_is_the_models_own(nvme, tmp_path):
+    model, optimizer, _ = saved(nvme, tmp_path)
+    _, others, _ = saved(nvme, tmp_path / "other")
+    for wrong, error, words in (
+        (torch.optim.SGD(make().parameters(), lr=1.0), TypeError, r"torch\.optim\.sgd\.SGD.*zinf\.AdamW"),
+        (others, ValueError, "another model's"),
+    ):
+        with pytest.raises(error, match=words):
+            zinf.save(tmp_path, model, wrong)
+        with pytest.raises(error, match=words):
+            zinf.load(tmp_path, model, wrong)
+    assert len(checkpoints(tmp_path)) == 1
+    zinf.load(tmp_path, model, optimizer)
 
 
 def test_the_swap_folder_may_vanish(nvme, tmp_path):

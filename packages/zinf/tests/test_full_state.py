@@ -55,6 +55,18 @@ def test_setting_and_looking_on_two_ranks(ranks, nvme, dtype):
         assert torch.equal(grad, its)
 
 
+@pytest.mark.parametrize(
+    ("change", "error"), [({"step": -1}, ValueError), ({"exp_avg": [1.0]}, TypeError), ({"param": 0.0}, TypeError)]
+)
+def test_states_that_make_no_sense_are_refused_by_name(nvme, change, error):
+    model, optimizer = offloaded(config(nvme))
+    train(model, optimizer, 1)
+    before = zinf.full_state(model.norm.weight)
+    with pytest.raises(error, match=rf"{next(iter(change))}.*norm\.weight"):
+        zinf.set_full_state(model.norm.weight, change)
+    assert_same(zinf.full_state(model.norm.weight), before)
+
+
 def test_gradients_are_plain_torchs(nvme):
     reference, _ = plain()
     reference.loss(reference.data(0)).backward()

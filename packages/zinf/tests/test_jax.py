@@ -476,3 +476,19 @@ def test_jax_is_loaded_on_first_access_only(run_python):
         assert zinf.jax.JaxModule
         assert "jax" in sys.modules
     """)
+
+
+def test_torch_compile_leaves_it_to_jax():
+    torch._dynamo.reset()
+    module = zinf.jax.JaxModule(lambda params, x: layer(params, x)["out"], layer_params())
+    model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(3, 3))
+    x = torch.randn(4, 6)
+    wanted = model(x)
+    wanted.sum().backward()
+    gradients = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    found = torch.compile(model, backend="eager")(x)
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    assert all(torch.equal(param.grad, one) for param, one in zip(model.parameters(), gradients, strict=True))
+    torch._dynamo.reset()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from zinf_testing import config, make, offloaded, train
+from torch import nn
+from zinf_testing import ManyDtypes, config, make, offloaded, state_of, train
 
 import zero3
 import zinf
@@ -38,6 +39,26 @@ def test_export_writes_what_the_model_computes_with(tmp_path, nvme, params, opti
             assert found[name].dtype == dtype
             assert torch.equal(found[name], param.detach()), name
     assert torch.equal(found["seen"], model.seen)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_parameters_and_buffers_of_other_dtypes(tmp_path, nvme, tier):
+    one, other = (zinf.shard(ManyDtypes(seed), config(nvme, tier, "cpu", tier)) for seed in (1, 2))
+    zinf.export(one, tmp_path)
+    zinf.load_pretrained(other, tmp_path)
+    found, wanted = state_of(other), state_of(one)
+    for name, value in wanted.items():
+        assert found[name].dtype is value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_a_dtype_that_the_format_does_not_have_is_refused_by_name(tmp_path, nvme):
+    model = nn.Linear(4, 4)
+    model.register_buffer("rotations", torch.ones(2, dtype=torch.complex128))
+    zinf.shard(model, config(nvme))
+    with pytest.raises(TypeError, match=r"rotations is torch\.complex128"):
+        zinf.export(model, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_files_are_cut_by_size_with_an_index(tmp_path, nvme, monkeypatch):

@@ -72,6 +72,23 @@ def test_misfits_are_refused_with_all_shapes():
         zinf.cross_entropy(hidden, head, targets[:, :4])
 
 
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("wrong", [101, 5000, -1, -101])
+def test_a_target_that_is_no_row_is_refused_as_torch_does(tiles, wrong):
+    hidden, head, targets = case()
+    if tiles > 1:
+        zinf.tiled(head, tiles)
+    targets[1, 2] = wrong
+    with pytest.raises(IndexError, match=f"target {wrong} is none of the head's 101 rows"):
+        zinf.cross_entropy(hidden, head, targets)
+
+
+def test_targets_are_numbers_of_rows():
+    hidden, head, targets = case()
+    with pytest.raises(ValueError, match=r"targets are torch\.float32"):
+        zinf.cross_entropy(hidden, head, targets.float())
+
+
 def test_a_head_on_nvme_trains_as_a_plain_one(nvme):
     class Model(nn.Module):
         def __init__(self):

@@ -55,6 +55,25 @@ class Language(nn.Module):
         return torch.randint(0, self.vocabulary, (size, length), generator=torch.Generator().manual_seed(step))
 
 
+class ManyDtypes(nn.Module):
+    """A linear layer beside frozen parameters, and buffers, of dtypes that no step updates."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(8, 4)
+        for dtype in (torch.float64, torch.complex64, torch.int64, torch.bool):
+            values = (torch.randn(2000) * 9).to(dtype)
+            name = str(dtype).removeprefix("torch.")
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            self.register_buffer(f"{name}_buffer", values.flip(0))
+        for dtype in (torch.float8_e4m3fn, torch.uint16):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.rand(5).mul(9).to(dtype))
+
+    def forward(self, x):
+        return self.linear(x) * self.float64.float().mean()
+
+
 def make(seed: int = 1, **arguments) -> Language:
     torch.manual_seed(seed)
     return Language(**arguments)

@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, nargs="+", help="thread counts (default: 1 and all cores)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds in which every system steps once")
     options = parser.parse_args(arguments)
+    if options.json and not os.path.isdir(os.path.dirname(options.json) or "."):
+        parser.error(f"--json {options.json}: no such directory")  # not after the measurement, which would be lost
     counts = options.threads or sorted({1, len(os.sched_getaffinity(0))})
 
     records = []

@@ -45,6 +45,10 @@ def overlapping(first: str, second: str) -> ValueError:
     return ValueError(f"{first} and {second} share memory; each array of one call needs its own")
 
 
+def not_a_number(name: str, found: object, needed: str) -> TypeError:
+    return TypeError(f"{name} is {found!r}; {needed} is needed")
+
+
 def out_of_range(name: str, found: object, needed: str) -> ValueError:
     return ValueError(f"{name} is {found}; it must be {needed}")
 

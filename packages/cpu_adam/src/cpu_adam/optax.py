@@ -36,7 +36,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """optax.adamw with the same arguments, computed on the CPU by cpu_adam.
 
-    learning_rate   a number, or a schedule: a function of the number of updates made before.
+    learning_rate   a number, or a schedule: a function of the number of updates made before. It may be negative, as
+                    optax's: a schedule that falls to 0 in float32 can end a rounding below it.
     mask            a pytree of bool like the parameters, or a function from them to it: which are decayed.
     threads         as `cpu_adam.step`'s.
 
@@ -71,9 +72,9 @@ def adamw(
         columns = [jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, params)]
 
         def on_host(count: Any, lr: Any, columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-            settings = {"step": int(count) + 1, "lr": float(lr), "betas": (b1, b2), "eps": eps, "threads": threads}
+            settings = {"step": int(count) + 1, "betas": (b1, b2), "eps": eps, "threads": threads}
             return [
-                _update_leaf(*leaf, weight_decay=rate, settings=settings)
+                _update_leaf(*leaf, lr=float(lr), weight_decay=rate, settings=settings)
                 for *leaf, rate in zip(*columns, rates, strict=True)
             ]
 
@@ -90,13 +91,16 @@ def adamw(
 
 
 def _update_leaf(
-    grad: Any, mu: Any, nu: Any, param: Any, *, weight_decay: float, settings: dict[str, Any]
+    grad: Any, mu: Any, nu: Any, param: Any, *, lr: float, weight_decay: float, settings: dict[str, Any]
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
     """(update, new mu, new nu) of one array."""
     new_mu, new_nu = numpy.array(mu, numpy.float32), numpy.array(nu, numpy.float32)
     # A step from zero without decay is the update itself with all its digits; new minus old parameter has lost some.
     update = numpy.zeros(new_mu.shape, numpy.float32)
-    cpu_adam.step(update, numpy.ascontiguousarray(grad).reshape(update.shape), new_mu, new_nu, **settings)
+    grad = numpy.ascontiguousarray(grad).reshape(update.shape)
+    cpu_adam.step(update, grad, new_mu, new_nu, lr=abs(lr), **settings)
+    if lr < 0:
+        numpy.negative(update, out=update)
     if weight_decay:
-        update -= numpy.float32(settings["lr"] * weight_decay) * numpy.asarray(param, dtype=numpy.float32)
+        update -= numpy.float32(lr * weight_decay) * numpy.asarray(param, dtype=numpy.float32)
     return update, new_mu, new_nu

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import cpu_adam
+from cpu_adam.scalars import scheduled_rate
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,7 +127,7 @@ class CPUAdam(torch.optim.Optimizer):
             beside_param("exp_avg"),
             beside_param("exp_avg_sq"),
             step=int(state["step"].item()) + 1,
-            lr=float(group["lr"]),
+            lr=scheduled_rate(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -12,6 +12,7 @@ from typing import Any
 from cpu_adam import arrays, errors
 from cpu_adam._kernel import ffi, lib
 from cpu_adam.instruction_sets import index_of
+from cpu_adam.scalars import real, whole
 from cpu_adam.thread_count import thread_count
 
 HALF_DTYPES = ("bfloat16", "uint16", "float16")
@@ -85,7 +86,7 @@ def step(
         "decoupled": decoupled,
     }
     settings = _settings(**own)
-    scale = float(grad_scale)
+    scale = real("grad_scale", grad_scale)
     if not math.isfinite(scale):
         raise errors.out_of_range("grad_scale", grad_scale, "finite")
 
@@ -143,15 +144,18 @@ Settings = tuple[float, float, float, float, float, int, int]  # in the order of
 def _settings(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool
 ) -> Settings:
-    """Raises ValueError for a hyperparameter out of range."""
-    count = operator.index(step)
+    """Raises ValueError for a hyperparameter out of range, TypeError for one that is no number."""
+    count = whole("step", step)
     if not 1 <= count < 1 << 63:
         raise errors.out_of_range("step", step, "at least 1 (it counts from 1)")
-    rate, epsilon, decay = float(lr), float(eps), float(weight_decay)
+    rate, epsilon, decay = real("lr", lr), real("eps", eps), real("weight_decay", weight_decay)
     for name, value in (("lr", rate), ("eps", epsilon), ("weight_decay", decay)):
         if not 0.0 <= value < math.inf:
             raise errors.out_of_range(name, value, "finite and not negative")
-    beta1, beta2 = (float(beta) for beta in betas)
+    try:
+        beta1, beta2 = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        beta1 = beta2 = math.nan  # refused like numbers out of range
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
         raise errors.out_of_range("betas", betas, "two numbers, each at least 0 and below 1")
     return rate, beta1, beta2, epsilon, decay, count, 1 if decoupled else 0
@@ -163,13 +167,17 @@ def _segments(
     """Rows of `struct adam_segment`: ascending, none empty. Raises ValueError where they cannot be."""
     rows = []
     checked: tuple[Mapping[str, Any], Settings] | None = None  # neighbours often have the same
-    for start, stop, own in segments:
-        first, last = operator.index(start), operator.index(stop)
+    for segment in segments:
+        try:
+            start, stop, own = segment
+            first, last, keys = operator.index(start), operator.index(stop), own.keys()
+        except (TypeError, ValueError, AttributeError):
+            raise errors.out_of_range("a segment", segment, "(start, stop, {setting: value, ..})") from None
         if not 0 <= first <= last <= numel:
             raise errors.out_of_range("a segment", (start, stop), f"within 0 .. {numel}, start before stop")
         if checked is None or own != checked[0]:
-            if not own.keys() <= defaults.keys():
-                raise errors.unknown_keys((first, last), own.keys() - defaults.keys(), defaults.keys())
+            if not keys <= defaults.keys():
+                raise errors.unknown_keys((first, last), keys - defaults.keys(), defaults.keys())
             checked = own, _settings(**{**defaults, **own})
         if first < last:
             rows.append((first, last, checked[1]))

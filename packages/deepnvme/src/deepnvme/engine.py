@@ -206,6 +206,7 @@ class Engine:
         after: Sequence[tuple[_core.Request, bool]] = (),
     ) -> Request:
         self._check_usable()
+        offset = _whole("offset", offset)
         if offset < 0:
             raise ValueError(f"offset must not be negative, found {offset}")
         host = describe(array) if writes else describe_writable(array)
@@ -358,10 +359,17 @@ def _check_block(block_size: int | str) -> int:
 
 
 def _check_count(name: str, count: int, most: int | None) -> int:
-    count = operator.index(count)
+    count = _whole(name, count)
     if count < 1 or (most is not None and count > most):
         raise ValueError(f"{name} must be at least 1" + (f" and at most {most}" if most else "") + f", found {count}")
     return count
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, found {value!r}") from None
 
 
 def _failure_of(request: _core.Request) -> OSError:

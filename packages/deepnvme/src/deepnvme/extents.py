@@ -8,7 +8,7 @@ from bisect import bisect_left
 class Extents:
     """Hands out ranges of [0, capacity) in whole `unit`s; best fit, so that large room stays whole.
 
-    capacity None: the space grows at its end as needed, and never shrinks.
+    capacity None: the space grows at its end as needed.
     """
 
     def __init__(self, capacity: int | None, unit: int = 4096) -> None:
@@ -52,6 +52,15 @@ class Extents:
             start = self._starts[place - 1]
             size += self._remove(start)
         self._insert(start, size)
+
+    def shrink(self, end: int) -> None:
+        """The room beyond `end`, which is free, was not to be had after all: it must be grown into anew."""
+        if end < self.end:
+            start = self._starts[-1]
+            self._remove(start)
+            if start < end:
+                self._insert(start, end - start)
+            self.end = end
 
     def _take_from_end(self, need: int) -> int | None:
         # A free range that touches the end is lengthened rather than left behind.

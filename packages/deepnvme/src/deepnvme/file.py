@@ -7,7 +7,7 @@ import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from . import _core
@@ -37,7 +37,8 @@ class File:
     direct: True: O_DIRECT or an error; False: through the page cache; "auto": O_DIRECT where the filesystem has it,
         with a warning where it has not.
 
-    OSError with errno and path: cannot be opened, or (ENOSPC) there is no room for `size`.
+    OSError with errno and path: cannot be opened, or (ENOSPC) there is no room for `size`. ValueError: two of the paths
+    are the same file.
     """
 
     def __init__(
@@ -53,10 +54,8 @@ class File:
         self.paths = tuple(_as_paths(paths))
         self.mode = mode
         created = [path for path in self.paths if mode == "w" and not os.path.exists(path)]
-        descriptors = []
         try:
-            for path in self.paths:
-                descriptors.append(_open(path, _MODES[mode] | os.O_CLOEXEC, 0o666))
+            descriptors = _open_all(self.paths, lambda path: _open(path, _MODES[mode] | os.O_CLOEXEC, 0o666))
             self._open(descriptors, size, stripe, direct)
         except BaseException:
             for path in created:
@@ -81,10 +80,7 @@ class File:
         dirs = tuple(_as_paths(dirs))
         file.paths = tuple(f"{directory}/(anonymous)" for directory in dirs)
         file.mode = "r+"
-        descriptors = []
-        for directory in dirs:
-            descriptors.append(_open_anonymous(directory))
-        file._open(descriptors, size, stripe, direct)
+        file._open(_open_all(dirs, _open_anonymous), size, stripe, direct)
         return file
 
     def _open(self, cached: list[int], size: int | str | None, stripe: int | str, direct: Direct) -> None:
@@ -92,6 +88,10 @@ class File:
         wanted = list(cached)
         try:
             self.stripe = _check_stripe(stripe)
+            status = [os.fstat(fd) for fd in cached]
+            # (device, inode) of every member: the same for two Files of the same bytes.
+            self.identity = tuple((s.st_dev, s.st_ino) for s in status)
+            self._check_distinct()
             if direct not in (True, False, "auto"):
                 raise ValueError(f"direct must be True, False or 'auto', found {direct!r}")
             found = _open_direct(self.paths, cached, direct)
@@ -100,15 +100,18 @@ class File:
             for fd in wanted:
                 os.close(fd)
             raise
-        status = [os.fstat(fd) for fd in cached]
-        # (device, inode) of every member: the same for two Files of the same bytes.
-        self.identity = tuple((s.st_dev, s.st_ino) for s in status)
         fds = found.fds or [-1] * len(cached)
         members = list(zip(cached, fds, self.paths, strict=True))
         # From here on the descriptors belong to the core, which closes them with the last request.
         self._core: _core.File | None = _core.File(members, self.stripe, *found.alignment)
         if size is not None:
             self._reserve(parse_size(size))
+
+    def _check_distinct(self) -> None:
+        """Two members in one file would overwrite each other's turns."""
+        for number, path in enumerate(self.paths):
+            if (first := self.identity.index(self.identity[number])) != number:
+                raise ValueError(f"{path} is the same file as {self.paths[first]}: each member needs its own")
 
     def _reserve(self, nbytes: int) -> None:
         if self.mode == "r":
@@ -225,6 +228,19 @@ def _reopen(fd: int, path: str, extra_flags: int) -> int:
         return os.open(f"/proc/self/fd/{fd}", flags)
     except FileNotFoundError:  # no /proc here
         return os.open(path, flags)
+
+
+def _open_all(names: Iterable[str], open_one: Callable[[str], int]) -> list[int]:
+    """Descriptors of all; none is left open when one cannot be opened."""
+    descriptors: list[int] = []
+    try:
+        for name in names:
+            descriptors.append(open_one(name))
+    except BaseException:
+        for fd in descriptors:
+            os.close(fd)
+        raise
+    return descriptors
 
 
 def _open(path: str, flags: int, permissions: int) -> int:

@@ -202,13 +202,20 @@ class Swap:
         if nbytes == 0:
             return 0
         self._collect_left()
+        try:
+            return self._take(name, nbytes)
+        except OSError:
+            if not self._leaving:
+                raise
+        for stored in self._leaving:  # their room comes free
+            for user in stored.users():
+                self._engine._core.wait(user, None)
+        self._collect_left()
+        return self._take(name, nbytes)
+
+    def _take(self, name: str, nbytes: int) -> int:
+        end = self._extents.end
         start = self._extents.allocate(nbytes)
-        if start is None and self._leaving:
-            for stored in self._leaving:
-                for user in stored.users():
-                    self._engine._core.wait(user, None)
-            self._collect_left()
-            start = self._extents.allocate(nbytes)
         if start is None:
             raise OSError(
                 errno.ENOSPC,
@@ -220,6 +227,7 @@ class Swap:
             self._reserve_up_to(self._extents.end)
         except OSError:
             self._extents.free(start, nbytes)
+            self._extents.shrink(end)  # or what is stored next might get this room, which the drive has not
             raise
         return start
 

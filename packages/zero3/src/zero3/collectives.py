@@ -30,7 +30,7 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None, timeout: float = 300.0):
-        if not timeout > 0:
+        if not (isinstance(timeout, int | float) and timeout > 0):
             raise ValueError(f"timeout={timeout!r} is not a positive number of seconds")
         self.timeout = timeout
         if group is None and not (dist.is_available() and dist.is_initialized()):

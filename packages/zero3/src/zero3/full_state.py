@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -280,7 +281,9 @@ class _PlainStateDict:
         if self._keep_vars:
             return
         if self._state() is not state:
-            self._state, self._full = weakref.ref(state), weakref.WeakValueDictionary()
+            self._full = weakref.WeakValueDictionary()
+            # A plain dict, given as `destination`, takes no reference: a tied parameter is then one tensor a module.
+            self._state = weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None
         for name, param in module._parameters.items():
             slots = parameter_forms.slots_of(param)
             if param is not None and prefix + name in state and slots and not slots[0].unit.plain:

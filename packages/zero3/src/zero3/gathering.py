@@ -23,14 +23,15 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
                       False: a change raises UnsupportedError on every rank, and is dropped.
     """
     params = _params(model_or_params)
-    slots = _slots(params)
+    ordinary, slots = _slots(params)
     tiled = list(dict.fromkeys(tiles for param in params if (tiles := tiles_of(param)) is not None))
     units = list(dict.fromkeys(slot.unit for slot in slots))
     for unit in units:
         unit.model.border()
         unit.holds += 1
         unit.model.access(unit)
-    before = {unit: _snapshot(unit) for unit in units}
+    before = _Before(units, ordinary)
+    _open.append(before)
     for slot in slots:
         parameter_forms.changed(slot)  # count from here
     for tiles in tiled:
@@ -40,18 +41,21 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], modify: boo
         yield
         finished = True
     finally:
+        _open.remove(before)
         for tiles in tiled:
             tiles.take_apart()
         changes = [slot for unit in units for slot in unit.slots if parameter_forms.changed(slot)]
         try:
             if finished and modify:
                 _keep(slots)
+                for outer in _open:
+                    outer.keep([*ordinary, *slots])
             elif finished:
-                _refuse(units, changes)
+                _refuse(units, [*changes, *before.ordinary_changes()])
         finally:
+            if not finished or not modify:
+                before.restore()
             for unit in units:
-                if not finished or not modify:
-                    _restore(unit, before[unit])
                 unit.holds -= 1
                 if not unit.holds:
                     _forbid_saved(unit)
@@ -64,19 +68,44 @@ def _params(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tens
     return [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
 
 
-def _slots(params: list[Tensor]) -> list[ParamSlot]:
+def _slots(params: list[Tensor]) -> tuple[list[ParamSlot], list[ParamSlot]]:
+    """Those whose parameters are ordinary ones, which one rank has; and those that are gathered."""
     slots = dict.fromkeys(slot for param in params for slot in parameter_forms.slots_of(param))
-    return [slot for slot in slots if not slot.unit.plain]
+    return [slot for slot in slots if slot.unit.plain], [slot for slot in slots if not slot.unit.plain]
 
 
-def _snapshot(unit: Unit) -> Tensor | None:
-    """Memory that is the shard itself cannot be dropped after an unwanted change: keep a copy."""
-    return unit.flat.clone() if unit.permanent else None
+class _Before:
+    """What was there when a block began, where an unwanted change cannot be dropped with a buffer: shards that are the
+    gathered memory itself, and ordinary parameters."""
+
+    def __init__(self, units: Iterable[Unit], ordinary: Iterable[ParamSlot]):
+        self._flats = {unit: unit.flat.clone() for unit in units if unit.permanent}
+        self._ordinary = {slot: slot.param.detach().clone() for slot in ordinary}
+
+    def ordinary_changes(self) -> list[ParamSlot]:
+        """The ordinary parameters that are not as they were."""
+        return [
+            slot for slot, was in self._ordinary.items() if not parameter_forms.same_bits(was, slot.param.detach())
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for slot in self.ordinary_changes():
+                slot.param.copy_(self._ordinary[slot])
+        for unit, was in self._flats.items():
+            if not torch.equal(unit.flat, was):
+                unit.flat.copy_(was)
+
+    def keep(self, slots: Iterable[ParamSlot]) -> None:
+        """A block inside this one has kept its changes of `slots`: they count as what was there."""
+        for slot in slots:
+            if slot in self._ordinary:
+                self._ordinary[slot].copy_(slot.param.detach())
+            elif slot.unit in self._flats:
+                slot.view_of(self._flats[slot.unit]).copy_(slot.view_of(slot.unit.flat))
 
 
-def _restore(unit: Unit, before: Tensor | None) -> None:
-    if before is not None and not torch.equal(unit.flat, before):
-        unit.flat.copy_(before)
+_open: list[_Before] = []  # of the blocks that are open, the outermost first
 
 
 def _forbid_saved(unit: Unit) -> None:
@@ -97,7 +126,7 @@ def _keep(slots: list[ParamSlot]) -> None:
 
 def _refuse(units: list[Unit], changes: list[ParamSlot]) -> None:
     """UnsupportedError on every rank when any rank has changed something."""
-    for unit in units:
+    for unit in dict.fromkeys([*units, *(slot.unit for slot in changes)]):
         flags = torch.tensor([slot in changes for slot in unit.slots], dtype=torch.uint8, device=unit.device)
         unit.model.ranks.maximum(flags, f"whether parameters of unit {unit.name} were changed")
         if flags.any():

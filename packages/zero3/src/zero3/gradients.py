@@ -24,6 +24,7 @@ from .first_rank_log import first_rank_logger
 from .own_hook import OwnHook
 from .parameter_forms import ShardGradient, take_raw_grads, will_come, without_noticing
 from .unit_state import ACCUMULATING, COMMITTED, NONE, REDUCED, REDUCING, move_grad
+from .untraced import untraced
 
 if TYPE_CHECKING:
     from .buffer_pool import PooledBuffer
@@ -93,6 +94,7 @@ class Gradients:
             if slot in self._hooks:
                 self._hooks.pop(slot).remove()
 
+    @untraced
     def _arrived(self, unit: Unit, index: int, _param: Tensor) -> None:
         """Autograd has finished a parameter's gradient of the running backward. It waits where autograd left it."""
         awaited = unit.awaited.get(_current_task())

@@ -7,6 +7,8 @@ ends by one.
 torch does not call them for a KeyboardInterrupt, nor for anything else that is no Exception. So a running forward
 remembers the frame of `Module._call_impl` that runs it: where that frame is not on the stack any more, the forward
 was interrupted, and whoever looks next ends it.
+
+torch.compile does not look into the hooks: it compiles what lies between them, a graph or more a unit.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import nn
 
 from .own_hook import OwnHook
 from .saved_views import HookPair, take_off
+from .untraced import untraced
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
@@ -112,6 +115,7 @@ class _Forward:
             module.register_forward_hook(OwnHook(self.after), always_call=True),
         ]
 
+    @untraced
     def before(self, module: nn.Module, args) -> None:
         model, grad = self._model, torch.is_grad_enabled()
         in_backward = torch._C._current_graph_task_id() != -1
@@ -136,6 +140,7 @@ class _Forward:
         running.held = self._units
         self._model.hold(self._units)
 
+    @untraced
     def after(self, module: nn.Module, args, output) -> None:
         if _running and _running[-1].hook is not self:
             end_interrupted()  # the interrupt was caught by the forward that ends now

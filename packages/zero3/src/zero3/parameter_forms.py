@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
 from .unit import ParamSlot, Unit
+from .untraced import untraced
 
 # torch's own attributes, past our properties. Bound once: they are called for every parameter at every gather.
 _data_slot: Any = torch._C.TensorBase.data
@@ -162,6 +163,7 @@ class Released(_Partitioned):
     detach_gathers = True  # False while a module lists its parameters for state_dict (full_state.py)
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
@@ -222,7 +224,7 @@ def changed(slot: ParamSlot) -> bool:
     count = slot.param._version - slot.version
     slot.version += count
     was, slot.touched = slot.touched, None
-    if was is not None and not _same_bits(was, raw_data(slot.param)):
+    if was is not None and not same_bits(was, raw_data(slot.param)):
         count += 1
     slot.changes += count
     return count > 0
@@ -239,7 +241,8 @@ def changes_of(slot: ParamSlot) -> int:
         return changes + param._version - slot.version
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits, NaN included."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
@@ -264,6 +267,12 @@ def gather(params: Sequence[Any], views: Sequence[Tensor]) -> None:
         for param, view in zip(params, views, strict=True):
             param._zero3_data = view
             param.__class__ = Gathered  # last, for the same reason as in release
+
+
+def watch(params: Sequence[Any]) -> None:
+    """Let uses of gathered parameters be noticed again; their values stay."""
+    for param in params:
+        param.__class__ = Released
 
 
 def may_have_changed(unit: Unit) -> list[ParamSlot]:
@@ -372,6 +381,7 @@ METADATA = frozenset(
             "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mps", "is_xpu", "is_nested",
             "is_quantized", "is_mkldnn", "is_vulkan", "is_ipu", "is_mtia", "is_maia", "itemsize", "nbytes",
             "retains_grad", "output_nr", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+            "grad_dtype",
         ),
         *_setters("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.element_size,

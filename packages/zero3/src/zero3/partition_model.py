@@ -81,7 +81,10 @@ def make_settings(
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise ValueError(f"{name}={value!r} is not a floating-point torch.dtype")
     if unit_size != "auto":
-        parse_size(unit_size)
+        try:
+            parse_size(unit_size)
+        except ValueError as error:
+            raise ValueError(f"unit_size: {error}") from None
     return Settings(dtype, unit_size, tuple(shard), reduce_dtype)
 
 

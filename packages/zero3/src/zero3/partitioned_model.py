@@ -361,6 +361,13 @@ class PartitionedModel:
                 self._keep_for_backward(unit)
             else:
                 self.scheduler.done_with(unit, "forward")
+                self._notice_again(unit)
+
+    def _notice_again(self, unit: Unit) -> None:
+        """A unit that the scheduler keeps has its values, but nobody holds it: uses must be noticed as of any other."""
+        if unit.buffer is not None and unit.shown:
+            unit.shown = None
+            parameter_forms.watch(unit.params)
 
     def notice(self, slot: ParamSlot, beside: Iterable[Unit] = ()) -> None:
         """A parameter is used from anywhere: gather its unit, and keep few such units at a time.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .errors import StaleViewError, UnsupportedError
 from .parameter_forms import Gathered, changes_of
+from .untraced import untraced
 
 if TYPE_CHECKING:
     from .buffer_pool import Place
@@ -114,6 +115,7 @@ class HookPair:
     def put_on_top(self) -> None:
         _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         try:  # before anything else: does it lie in a unit (as GatheredMemory.unit_at)?
             ours = type(tensor) is Gathered or bisect_right(self._bounds, tensor.data_ptr()) & 1
@@ -126,6 +128,7 @@ class HookPair:
         # What requires no gradient has no node that could own this; all else would keep the graph alive.
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 
+    @untraced
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is tuple:
             tensor, version = packed

@@ -24,6 +24,7 @@ from .errors import UnsupportedError
 from .own_hook import OwnHook
 from .parameter_forms import Released, ShardGradient, raw_data, raw_grad, set_raw_data, set_raw_grad, without_noticing
 from .unit import ParamSlot, placeholder
+from .untraced import untraced
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +274,7 @@ class Tiled(Released):
     _zero3_tiles: Tiles
 
     @classmethod
+    @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         from . import tiled_operators  # which needs this class
 

@@ -66,6 +66,9 @@ class ParamSlot:
         self.version = 0  # the Parameter's own version counter when `changes` was last brought up to date
         self._accumulator: Any = None
 
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # the ordinary parameter of a model on one rank is pickled without its place in a unit
+
     def accumulator(self) -> Any:
         """The graph node that adds up this parameter's gradient.
 

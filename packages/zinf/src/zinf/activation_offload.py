@@ -25,6 +25,7 @@ from zero3.buffer_pool import PooledBuffer
 from zero3.hooks import running_again, running_model
 from zero3.partitioned_model import PartitionedModel
 from zero3.saved_views import SavedView
+from zero3.untraced import untraced
 
 from .errors import ConfigError
 from .offload_engine import OffloadEngine, engine_of
@@ -37,6 +38,7 @@ _SMALLEST = 64 << 10
 _IN_FLIGHT = 64 << 20
 
 
+@untraced
 def checkpoint(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` without keeping what lies between: backward runs `fn` again, with the same random numbers.
 
@@ -97,6 +99,7 @@ class _Hooks:
         in_place = (unit.flat for unit in machinery.units if unit.permanent)
         self._parameters = {flat.untyped_storage()._cdata for flat in in_place if flat is not None}
 
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         view = SavedView.of(tensor, self._machinery)
         if view is not None:
@@ -105,6 +108,7 @@ class _Hooks:
             return SavedActivation(self._store, tensor)
         return self._store.put(tensor)
 
+    @untraced
     def unpack(self, packed: SavedView | SavedActivation) -> Tensor:
         return packed.rebuild() if isinstance(packed, SavedView) else packed.get()
 

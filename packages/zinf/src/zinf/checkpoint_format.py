@@ -34,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.bfloat16, torch.float16, torch.float32, torch.float64,
-        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
 

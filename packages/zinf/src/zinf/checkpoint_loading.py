@@ -23,7 +23,7 @@ from .checkpoint_files import Piece, PieceReader, find, read_manifest, read_tens
 from .checkpoint_format import DTYPES, Manifest, SlotRecord, UnitRecord, tiles_by_name
 from .checkpoint_writer import buffers, saved_kinds
 from .companion_files import from_tensors
-from .durable_save import finish_background_save, settle
+from .durable_save import check_optimizer, finish_background_save, settle
 from .errors import CheckpointError
 from .offload_engine import OffloadEngine, engine_of, pieces
 from .offloaded_adamw import AdamW
@@ -39,6 +39,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     what is damaged or does not fit; shapes and names are compared before anything is changed.
     """
     engine, machinery = engine_of(model)
+    check_optimizer(engine, optimizer)
     finish_background_save(engine, machinery)
     path = find(dir)
     manifest = read_manifest(path)

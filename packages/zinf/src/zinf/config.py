@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -99,6 +100,8 @@ class Config:
             raise ConfigError(f"shard={self.shard!r} is not one of {choices}")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(map(str, _DTYPES))}")
+        if self.reduce_dtype is not None and not _is_floating_point(self.reduce_dtype):
+            raise ConfigError(f"reduce_dtype={self.reduce_dtype!r} is not a floating-point torch.dtype")
         if "nvme" in (self.params, self.grads, self.optimizer, self.activations) and not self.nvme:
             raise ConfigError("a state is placed on nvme, but no directory is given: nvme=['/path/on/the/drive']")
         if self.params != "device" and "params" not in self.shard:
@@ -111,7 +114,8 @@ class Config:
             )
         if self.overlap_optimizer == "backward" and self.loss_scale is not None:
             raise ConfigError(
-                "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs False"
+                "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs 'next-forward' "
+                "or False"
             )
         if self.loss_scale is not None and self.loss_scale != "dynamic" and not _positive(self.loss_scale):
             raise ConfigError(f"loss_scale={self.loss_scale!r} is neither 'dynamic' nor a positive number")
@@ -148,7 +152,10 @@ class Config:
     def nvme_dirs(self) -> tuple[str, ...]:
         """Directories for the tier `nvme`."""
         paths = [self.nvme] if isinstance(self.nvme, str | os.PathLike) else self.nvme
-        return tuple(os.fspath(path) for path in paths)
+        try:
+            return tuple(os.fspath(path) for path in paths)
+        except TypeError:
+            raise ConfigError(f"nvme={self.nvme!r} is neither a directory nor a sequence of them") from None
 
     def replace(self, **changes: Any) -> Config:
         """A copy with `changes`."""
@@ -163,4 +170,8 @@ def _size(name: str, value: int | str) -> int:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_floating_point(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point

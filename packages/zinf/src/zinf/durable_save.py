@@ -43,17 +43,20 @@ def save(
 ) -> SaveResult:
     """Write a checkpoint of model and optimizer into a new folder `dir`/checkpoint-NNNNNN. Collective.
 
-    extra       anything of JSON values (dicts with string keys, lists, numbers, strings, None) and tensors
+    extra       anything of JSON values (dicts with strings or whole numbers as keys, lists, numbers, strings, None) and
+                tensors: the state of a schedule, for example
     keep        how many complete checkpoints `dir` shall hold afterwards, the new one included; None: all
     background  return at once; a thread writes the state of this moment while training goes on. The folder appears
                 when it is complete. The next `save` or `load`, and the end of the process, wait for it
 
     OSError from the drive (ENOSPC, ...): then `dir` holds what it held before. What fails in the background is logged
-    at once, and raised by the next `save` or `load`.
+    at once, and raised by the next `save` or `load`. TypeError, ValueError: the optimizer is no zinf.AdamW, or another
+    model's.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep} would keep no checkpoint")
     engine, machinery = engine_of(model)
+    check_optimizer(engine, optimizer)
     finish_background_save(engine, machinery)
     settle(engine, machinery)
     root = Path(dir)
@@ -78,6 +81,18 @@ def save(
         raise
     engine.newest_checkpoint = str(writer.final)
     return SaveResult(str(writer.final), "background copy" if background else "copy", writer.nbytes)
+
+
+def check_optimizer(engine: OffloadEngine, optimizer: Any) -> None:
+    """Only the model's own zinf.AdamW has states that lie on this model's tiers."""
+    if optimizer is None or optimizer is engine.optimizer:
+        return
+    if isinstance(optimizer, AdamW):
+        raise ValueError("the optimizer is another model's: give the one that was made of this model's parameters")
+    raise TypeError(
+        f"the optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: a checkpoint holds the states of "
+        "a zinf.AdamW. Give None, and keep those of another optimizer yourself"
+    )
 
 
 def _write_now(writer: CheckpointWriter, machinery: PartitionedModel) -> None:

@@ -62,8 +62,8 @@ def set_full_state(parameter: Tensor, state: Mapping[str, Any] | None = None, /,
     set_full_state(p, full_state(p)), or set_full_state(p, exp_avg=..., step=...): any of "param", "exp_avg",
     "exp_avg_sq" (whole tensors; every rank gives the same and keeps its part) and "step".
 
-    TypeError for an unknown name; ValueError for a shape that is not the parameter's; RuntimeError for moments
-    without a zinf.AdamW. Nothing is changed then.
+    TypeError for an unknown name and for what is no tensor; ValueError for a shape that is not the parameter's and for
+    a negative step; RuntimeError for moments without a zinf.AdamW. Nothing is changed then.
     """
     given = {name: value for name, value in {**(state or {}), **changes}.items() if value is not None}
     if (tiles := tiles_of(parameter)) is not None:
@@ -92,7 +92,12 @@ def _check(parameter: str, shape: torch.Size, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in ("param", *MOMENTS, "step"):
             raise TypeError(f"{name!r} is no state of a parameter: it has 'param', 'exp_avg', 'exp_avg_sq' and 'step'")
-        if name != "step" and tuple(value.shape) != tuple(shape):
+        if name == "step":
+            if int(value) < 0:
+                raise ValueError(f"step={value} of {parameter} is no number of updates")
+        elif not isinstance(value, Tensor):
+            raise TypeError(f"{name} of {parameter} is a {type(value).__name__}, a tensor is needed")
+        elif tuple(value.shape) != tuple(shape):
             raise ValueError(f"{name} of {parameter}: shape {tuple(value.shape)}, expected {tuple(shape)}")
 
 

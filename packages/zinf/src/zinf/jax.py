@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zero3
+from zero3.untraced import untraced
 
 from .jax_arrays import to_jax
 from .jax_calls import Compiled, run
@@ -70,6 +71,7 @@ class JaxModule(nn.Module):
         entries, self._structure = entries_of(params)
         attach(self, "params", entries)
 
+    @untraced  # jax compiles it
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         static = tuple((name, kwargs.pop(name)) for name in self.static_argnames if name in kwargs)
         leaves = list(leaves_of(self, "params"))

@@ -13,12 +13,13 @@ All make the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cpu_adam.scalars import scheduled_rate
 from zero3 import parameter_forms
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
@@ -37,7 +38,8 @@ class AdamW(torch.optim.Optimizer):
 
     Parameters
     ----------
-    params        parameters, or groups of them, of models made by zinf.init or zinf.shard
+    params        parameters, or groups of them, of models made by zinf.init or zinf.shard; others of these models keep
+                  their gradients, and are not updated
     lr, betas, eps, weight_decay   as in torch.optim.AdamW; per group, read when a step runs
     grad_clip     None, or the largest global 2-norm of the gradients
     accumulate    backwards per step. Gradients are summed (scale the loss as in plain torch). With
@@ -62,16 +64,14 @@ class AdamW(torch.optim.Optimizer):
         grad_clip: float | None = None,
         accumulate: int = 1,
     ):
-        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0:
-            raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
-        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _checked(settings)
         if not (isinstance(accumulate, int) and accumulate >= 1):
             raise ValueError(f"accumulate={accumulate!r} must be a whole number of at least 1")
         if grad_clip is not None and not grad_clip > 0:
             raise ValueError(f"grad_clip={grad_clip} must be a positive norm")
         self._engines: dict[OffloadEngine, PartitionedModel] = {}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, settings)
         self.grad_clip = grad_clip
         self.accumulate = accumulate
         self.skipped = False
@@ -132,7 +132,11 @@ class AdamW(torch.optim.Optimizer):
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter of `unit` is ours, and not all are frozen."""
-        return unit.trainable and any(slot.owner in self.state for slot in unit.slots)
+        return unit.trainable and self.owns(unit)
+
+    def owns(self, unit: Unit) -> bool:
+        """Whether any parameter of `unit` is ours. The gradients of others are not touched, as in torch."""
+        return any(slot.owner in self.state for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -171,7 +175,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         if self.grad_clip is None and self.loss_scale.value == 1.0 and not self.loss_scale.dynamic:
             return factor
-        norm = self._norm()
+        norm = self._norm(own=True)
         finite = math.isfinite(norm)
         self.loss_scale.stepped(overflow=not finite)
         if not finite:
@@ -180,9 +184,13 @@ class AdamW(torch.optim.Optimizer):
             factor *= min(1.0, self.grad_clip / (norm + 1e-6))
         return factor
 
-    def _norm(self) -> float:
-        """Global norm of the unscaled gradients, clipping so far included."""
-        squares = sum(gradient_norm.norm(engine, model.units) ** 2 for engine, model in self._engines.items())
+    def _norm(self, own: bool) -> float:
+        """Global norm of the unscaled gradients, clipping so far included: of the models', or only of our own."""
+
+        def counts(slot: ParamSlot) -> bool:
+            return slot.has_grad and (not own or slot.owner in self.state)
+
+        squares = sum(gradient_norm.norm(engine, model.units, counts) ** 2 for engine, model in self._engines.items())
         self.grad_norm = math.sqrt(squares) * self.pending_factor
         return self.grad_norm
 
@@ -202,15 +210,10 @@ class AdamW(torch.optim.Optimizer):
     def settings_of(self, unit: Unit) -> dict[int, dict[str, Any] | None]:
         """Slot index -> settings of its next update; None for what has no gradient or is not ours."""
         if not self._settings:
-            for group in self.param_groups:
+            checked = [_checked(group) for group in self.param_groups]  # all, before anything is noted
+            for group, of_group in zip(self.param_groups, checked, strict=True):
                 for param in group["params"]:
-                    settings = {
-                        "lr": float(group["lr"]),
-                        "betas": tuple(group["betas"]),
-                        "eps": float(group["eps"]),
-                        "weight_decay": float(group["weight_decay"]),
-                        "step": self.state[param]["step"] + 1,
-                    }
+                    settings = {**of_group, "step": self.state[param]["step"] + 1}
                     for slot in parameter_forms.slots_of(param):
                         self._settings.setdefault(slot.unit, {})[slot.index] = settings
         ours = self._settings.get(unit, {})
@@ -228,7 +231,7 @@ class AdamW(torch.optim.Optimizer):
         """See `zinf.clip_grad_norm_`."""
         self._refuse_clipping()
         self._settle_gradients()
-        norm = self._norm()
+        norm = self._norm(own=False)
         if math.isfinite(norm):
             self._clip_factor *= min(1.0, float(max_norm) / (norm + 1e-6))
         else:
@@ -282,6 +285,27 @@ class AdamW(torch.optim.Optimizer):
             updates.forget()
         self._clip_factor = 1.0
         self._settings.clear()
+
+
+def _checked(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group, as numbers. ValueError names one that is none, or out of range."""
+    settings: dict[str, Any] = {}
+    for name in ("lr", "eps", "weight_decay"):
+        settings[name] = _number(scheduled_rate if name == "lr" else float, group[name])
+        if not 0 <= settings[name] < math.inf:
+            raise ValueError(f"{name}={group[name]!r} must be a finite number, and not negative")
+    betas = group["betas"]
+    settings["betas"] = tuple(_number(float, beta) for beta in betas) if isinstance(betas, Sequence) else ()
+    if not (len(settings["betas"]) == 2 and all(0 <= beta < 1 for beta in settings["betas"])):
+        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
+    return settings
+
+
+def _number(convert: Callable[[Any], float], value: Any) -> float:
+    try:
+        return convert(value)
+    except (TypeError, ValueError):
+        return math.nan  # in no range
 
 
 _UPDATES = {False: UpdateInStep, "backward": UpdateInBackward, "next-forward": UpdateBeforeUse}

@@ -62,6 +62,7 @@ class UpdateBeforeUse(UpdateInStep):
         for unit in waiting:
             settings = self.optimizer.settings_of(unit)
             self.optimizer.count_step(unit, settings)
+            self.engine.create_moments(unit)  # for what was frozen when the optimizer was made
             if self.stream.in_place(unit):  # all in memory: there is nothing to read ahead
                 self.update(unit, settings, factor)
                 continue

@@ -39,6 +39,8 @@ class UpdateInBackward(UpdateInStep):
         self._gradients_came = True
         if not self._last_backward or not _may_update(unit) or shard.device.type != "cpu":
             return False
+        if not self.optimizer.owns(unit):
+            return False
         if self.engine.waits(unit):
             shard = self.engine.read_gradient(unit).float().add_(shard)
         else:

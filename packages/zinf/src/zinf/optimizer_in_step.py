@@ -34,8 +34,8 @@ class UpdateInStep:
     # -- the step --------------------------------------------------------------------------------------------
 
     def waiting(self) -> list[Unit]:
-        """Units whose gradient waits for an update."""
-        return [unit for unit in self.model.units if self.engine.waits(unit)]
+        """Units whose gradient waits for an update of this optimizer's."""
+        return [unit for unit in self.model.units if self.engine.waits(unit) and self.optimizer.owns(unit)]
 
     def step(self, factor: float) -> None:
         """optimizer.step(): gradients count times `factor`."""

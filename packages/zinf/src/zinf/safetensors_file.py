@@ -27,6 +27,8 @@ INDEX = "model.safetensors.index.json"
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -36,11 +38,15 @@ _HEADER_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written."""
+    """A tensor to be written. TypeError for a dtype that the format does not have."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _CODES:
+            raise TypeError(f"{self.name} is {self.dtype}, which safetensors files do not have")
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero3.tiles import over_tiles
+from zero3.untraced import untraced
 
 # Bytes of one tile of float32 logits.
 _TILE_BYTES = 32 << 20
@@ -16,6 +17,7 @@ _TILE_BYTES = 32 << 20
 IGNORED_TARGET = -100  # as torch.nn.functional.cross_entropy's ignore_index
 
 
+@untraced
 def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     """Mean cross entropy of `head(hidden)` against `targets`; 0-dim float32.
 
@@ -26,7 +28,7 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     Loss and gradients are those of torch.nn.functional.cross_entropy on the whole logits in float32, to rounding:
     the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again. A weight
     that is itself in tiles (`zinf.tiled`) is gathered one tile at a time.
-    ValueError for shapes that do not fit.
+    ValueError for shapes that do not fit; IndexError, as torch's, for a target that is no row of `head`.
     """
     weight: Tensor = head.weight  # type: ignore[assignment]
     bias: Tensor | None = getattr(head, "bias", None)
@@ -35,8 +37,20 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
             f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do "
             "not fit: expected (..., width), (vocabulary, width) and (...)"
         )
+    _check_targets(targets, len(weight))
     rows = hidden.reshape(-1, hidden.shape[-1])
     return _mean_loss(rows, weight, bias, targets.reshape(-1))
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    """What is no row would lie in no tile, and its logit count as 0."""
+    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype is torch.bool:
+        raise ValueError(f"targets are {targets.dtype}: numbers of rows of the head are needed, int64")
+    known = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED_TARGET)
+    if targets.device.type != "cpu":  # without waiting for the device
+        torch._assert_async(known.all())
+    elif not known.all():
+        raise IndexError(f"target {int(targets[~known][0])} is none of the head's {vocabulary} rows")
 
 
 def _mean_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

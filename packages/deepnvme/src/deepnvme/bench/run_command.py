@@ -28,20 +28,34 @@ class _Size(click.ParamType):
             self.fail(str(e), param, ctx)
 
 
+class _NewFile(click.Path):
+    """A file that can be written: asked before anything is measured, which would be lost."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = os.fsdecode(super().convert(value, param, ctx))
+        folder = os.path.dirname(path) or "."
+        if path != "-" and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+            self.fail(f"{folder} is no directory that can be written", param, ctx)
+        return path
+
+
+_SECONDS = click.FloatRange(min=0)
+
+
 @click.command("run")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, writable=True))
 @click.option("--size", type=_Size(), default="2GiB", show_default=True, help="Of the scratch file.")
-@click.option("--seconds", type=float, help="Per point. By default the file is moved once; with --compare, 2.")
+@click.option("--seconds", type=_SECONDS, help="Per point. By default the file is moved once; with --compare, 2.")
 @click.option("--op", type=click.Choice([*OPERATIONS, "all"]), default="all", show_default=True)
 @click.option("--compare", type=click.Choice(["fio"]), help="Measure the same work by another program, too.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all records; - is standard output.")
-@click.option("--html", "html_path", type=click.Path(dir_okay=False), help="Write one self-contained page with plots.")
+@click.option("--json", "json_path", type=_NewFile(dir_okay=False), help="Write all records; - is standard output.")
+@click.option("--html", "html_path", type=_NewFile(dir_okay=False), help="Write one self-contained page with plots.")
 @click.option("--block-size", type=_Size(), multiple=True, default=["256KiB", "1MiB", "4MiB"], show_default=True)
 @click.option("--queue-depth", type=click.IntRange(1, 4096), multiple=True, default=[4, 16, 64], show_default=True)
 @click.option("--backend", type=click.Choice(_core.backend_names()), multiple=True, default=_core.backend_names())
 @click.option("--threads", type=click.IntRange(1, 256), multiple=True, help="By default the engine's own choice.")
 @click.option("--buffered", is_flag=True, help="Through the page cache: measures memory as much as the drive.")
-@click.option("--steady", type=float, help="Also write (or --op) for so many seconds and record the rate over time.")
+@click.option("--steady", type=_SECONDS, help="Also write (or --op) for so many seconds and record the rate over time.")
 def command(
     directory: str,
     size: int,

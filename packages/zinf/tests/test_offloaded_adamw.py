@@ -1,0 +1,110 @@
+"""zinf.AdamW of some of a model's parameters, of parameters that are thawed later, and with settings out of range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zinf_testing import SETTINGS, assert_same, config, make, state_of, train
+
+import zinf
+from cpu_adam.torch import CPUAdam
+from zinf.config import OVERLAPS, TIERS
+
+
+def own(model):
+    """One whole unit, and a part of another."""
+    return [*model.blocks[1].parameters(), model.norm.weight]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_others_parameters_stay_and_keep_their_gradients(nvme, tier, overlap):
+    reference = make()
+    wanted = train(reference, CPUAdam(own(reference), **SETTINGS), 3)
+    model = zinf.shard(make(), config(nvme, tier, "cpu", tier, overlap_optimizer=overlap))
+    optimizer = zinf.AdamW(own(model), **SETTINGS)
+    assert train(model, optimizer, 3) == wanted
+    assert_same(state_of(model), state_of(reference))
+    foreign, its_reference = model.blocks[0].up.weight, reference.blocks[0].up.weight
+    torch.testing.assert_close(zinf.full_grad(foreign), its_reference.grad)  # of three backwards, as in torch
+    assert not model._zero3_model.store.has_moments(foreign._zero3.unit)
+    model.zero_grad()
+    assert zinf.full_grad(foreign) is None
+
+
+@pytest.mark.parametrize("overlap", ["next-forward", False])
+def test_grad_clip_measures_the_optimizers_own_parameters(nvme, overlap):
+    reference = make()
+    its_optimizer = CPUAdam(own(reference), **SETTINGS)
+    norms = []
+    for step in range(3):
+        reference.loss(reference.data(step)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(own(reference), 0.01).item())
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    model = zinf.shard(make(), config(nvme, overlap_optimizer=overlap))
+    optimizer = zinf.AdamW(own(model), **SETTINGS, grad_clip=0.01)
+    for step in range(3):
+        train(model, optimizer, [step])
+        assert zinf.report(model)["grad_norm"] == pytest.approx(norms[step], rel=1e-5)
+    for name, value in state_of(reference).items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_what_is_thawed_later_gets_its_moments_then(nvme, tier, overlap):
+    reference, model = make(), make()
+    for one in (reference, model):
+        one.blocks[0].requires_grad_(False)
+    zinf.shard(model, config(nvme, tier, "cpu", tier, overlap_optimizer=overlap))
+    optimizers = [CPUAdam(reference.parameters(), **SETTINGS), zinf.AdamW(model.parameters(), **SETTINGS)]
+    losses = [train(one, optimizer, 2) for one, optimizer in zip((reference, model), optimizers, strict=True)]
+    for one, optimizer, found in zip((reference, model), optimizers, losses, strict=True):
+        one.blocks[0].requires_grad_(True)
+        found += train(one, optimizer, range(2, 4))
+    assert losses[1] == losses[0]
+    assert_same(state_of(model), state_of(reference))
+
+
+@pytest.mark.parametrize("settings", [
+    {"lr": -1.0}, {"lr": float("inf")}, {"lr": float("nan")}, {"lr": "fast"}, {"eps": None}, {"weight_decay": -0.1},
+    {"betas": 0.9}, {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"betas": ("a", "b")}, {"grad_clip": 0.0},
+    {"accumulate": 0}, {"accumulate": 1.5},
+])  # fmt: skip
+def test_settings_out_of_range_are_named(nvme, settings):
+    model = zinf.shard(make(), config(nvme))
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        zinf.AdamW(model.parameters(), **settings)
+    zinf.AdamW(model.parameters())  # the refused one has not taken charge
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_schedule_may_end_a_rounding_below_0(nvme, overlap):
+    model = zinf.shard(make(), config(nvme, overlap_optimizer=overlap))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, end_factor=0.0, total_iters=5)
+    for step in range(5):
+        train(model, optimizer, [step])
+        schedule.step()
+    assert -1e-18 < optimizer.param_groups[0]["lr"] < 0
+    before = state_of(model)
+    train(model, optimizer, 2)
+    assert_same(state_of(model), before)
+
+
+@pytest.mark.parametrize("change", [{"lr": -0.1}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": "small"}])
+def test_a_group_that_was_changed_to_nonsense_is_refused_by_the_step(nvme, change):
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW([{"params": model.blocks.parameters()}, {"params": model.norm.parameters()}])
+    train(model, optimizer, 1)
+    group = optimizer.param_groups[1]
+    before, sane = state_of(model), dict(group)
+    model.loss(model.data(1)).backward()
+    group.update(change)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        optimizer.step()
+    assert_same(state_of(model), before)
+    group.update(sane)
+    optimizer.step()
+    assert zinf.full_state(model.blocks[0].up.weight)["step"] == 2
