@@ -173,6 +173,15 @@ def test_evaluation_and_generation_between_steps():
     assert at_rest(model)
 
 
+def test_gradients_of_a_model_that_was_partitioned_in_inference_mode():
+    plain, model = built_twice(Perceptron)
+    with torch.inference_mode():
+        zero3.shard(model, store=DistantStore())
+    for one in (plain, model):
+        one.loss(one.data(0)).backward()
+    assert_same(full_gradients(model), {name: param.grad for name, param in plain.named_parameters()})
+
+
 def test_loss_outside_the_model_and_backward_of_a_tensor():
     plain, model = built_twice(Perceptron)
     zero3.shard(model, store=DistantStore())

@@ -23,6 +23,7 @@ from zero3_testing import (
 )
 
 import zero3
+from zero3.parameter_forms import slot_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -292,6 +293,32 @@ def test_a_change_of_another_parameter_is_no_harm():
             one.layers[3].weight.mul_(2)
         early.backward()
     assert_same(full_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_parameters_of_one_shape_share_what_they_show_at_rest_and_no_change(changed):
+    class Twins(Regression):
+        def __init__(self):
+            super().__init__()
+            self.twins = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+        def forward(self, x):
+            return self.twins[1](self.twins[0](x))
+
+    plain, model = distant_pair(Twins)
+    slots = [slot_of(twin.weight) for twin in model.twins]
+    assert slots[0].placeholder is slots[1].placeholder
+    early = model.twins[0](model.data(0).requires_grad_()).square().sum()
+    for one in (plain, model):
+        with torch.no_grad():
+            one.twins[changed].weight.mul_(2)
+    if changed == 0:
+        with pytest.raises(zero3.StaleViewError, match=r"twins\.0\.weight"):
+            early.backward()
+    else:
+        early.backward()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
 
 
 @pytest.mark.parametrize("through_data", [True, False])

@@ -34,7 +34,7 @@ from .saved_views import SavedViews, take_off
 from .scheduler import Phase, Scheduler
 from .shard_store import ShardStore
 from .tiles import Tiles
-from .unit import ParamSlot, Unit
+from .unit import ParamSlot, Unit, placeholder
 from .unit_state import GATHERING, READING, READY, SHARDED, STAGED, move_param
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class PartitionedModel:
         self.shard_rank = ranks.rank if self.shard_ranks > 1 else 0
         self.keeps_gathered = "params" not in settings.shard
         self.units: list[Unit] = []
+        self._placeholders: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self.tiled: dict[Tiles, None] = {}  # of parameters in tiles that lie in these units
         self._heap = HeapTrimmer()
         self._unit_count = 0
@@ -137,6 +138,18 @@ class PartitionedModel:
         self.units.append(unit)
         self.tiled.update(dict.fromkeys(slot.tile.tiles for slot in unit.slots if slot.tile is not None))
         return unit
+
+    def placeholder(self, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """What every released parameter of this dtype and shape has for its data (shape).
+
+        One for all of them: it is touched at every gather and release, and should be in the processor's cache. A
+        parameter's version counter stays its own.
+        """
+        known = self._placeholders.get((dtype, shape))
+        if known is None:
+            with torch.inference_mode(False):  # whoever needs it first: training may have it next
+                known = self._placeholders[dtype, shape] = placeholder(dtype, self.device).expand(shape)
+        return known
 
     def fill(self, unit: Unit, values: Iterable[tuple[ParamSlot, Tensor]]) -> None:
         """Take over the unit's parameters one after the other; of each only this rank's part stays.

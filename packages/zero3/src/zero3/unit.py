@@ -60,7 +60,7 @@ class ParamSlot:
         self.offset = offset
         self.start, self.stop = unit.partition.piece(unit.rank, offset, self.numel)
         self.place: Any = None  # a Place, once the unit has a layout
-        self.placeholder = placeholder(unit.dtype, unit.device).expand(self.shape)
+        self.placeholder = unit.model.placeholder(unit.dtype, self.shape)
         self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
         self.version = 0  # the Parameter's own version counter when `changes` was last brought up to date
