@@ -250,7 +250,8 @@ def release(params: Sequence[Any], placeholders: Sequence[Tensor]) -> None:
     """Give the parameters their placeholders."""
     with without_noticing():
         for param, placeholder in zip(params, placeholders, strict=True):
-            param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
+            if type(param) is not Released:  # what was filled is; to set a class takes as long as to set the data
+                param.__class__ = Released  # first: where an interrupt comes between, a use is noticed
             param._zero3_data = placeholder
 
 
