@@ -147,7 +147,10 @@ class BufferPool:
         """A buffer of at least `nbytes` bytes with arbitrary contents."""
         if self._retired:
             self._reclaim()
-        buffer = self._take_free(nbytes)
+        if self._free and self._free[-1].nbytes == nbytes:  # mostly so, and this memory was used last
+            buffer: PooledBuffer | None = self._free.pop()
+        else:
+            buffer = self._take_free(nbytes)
         if buffer is None:
             self._make_room(nbytes)
             buffer = PooledBuffer(self._allocate(max(nbytes, 64)))
