@@ -2,9 +2,10 @@
 
 Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch once more (what it shows is noise);
 ours with shards that are never resident (gathers, saved views, reductions); ours with all in memory (no hooks needed);
-FSDP2. Each by its ratio to the plain step beside it, times the median plain step: medians, and their quartiles.
+hooks that do nothing, as many as those of the first row of ours; FSDP2. Each by its ratio to the plain step beside it,
+times the median plain step: medians, and their quartiles.
 
-    python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 15] [--json FILE]
+    python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 30] [--json FILE]
 """
 
 from __future__ import annotations
@@ -61,6 +62,26 @@ def fsdp2(model: nn.Sequential) -> nn.Sequential:
     return fully_shard(model)
 
 
+def empty_hooks(model: nn.Sequential) -> nn.Sequential:
+    """As many hooks as ours: for every saved tensor, before and after every block, for every gradient."""
+
+    def same(tensor):
+        return tensor
+
+    def nothing(*_):
+        pass
+
+    autograd = torch._C._autograd
+    model.register_forward_pre_hook(lambda *_: autograd._push_saved_tensors_default_hooks(same, same))
+    model.register_forward_hook(lambda *_: autograd._pop_saved_tensors_default_hooks())
+    for block in model:
+        block.register_forward_pre_hook(nothing)
+        block.register_forward_hook(nothing)
+        for param in block.parameters():
+            param.register_post_accumulate_grad_hook(nothing)
+    return model
+
+
 def as_units(model: nn.Sequential) -> nn.Sequential:
     for block in model:
         zero3.as_unit(block)
@@ -71,6 +92,7 @@ KINDS = {
     "plain again": lambda model: model,
     "zero3": lambda model: zero3.shard(as_units(model), store=Distant(torch.device("cpu"))),
     "zero3, all in memory": lambda model: zero3.shard(as_units(model)),
+    "empty hooks": empty_hooks,
     "fsdp2": fsdp2,
 }
 
