@@ -4,8 +4,9 @@
 
 Each operation must read and write a known number of bytes a parameter. Its figure is the rate at which it moved these
 bytes, over the rate of fio's sequential direct I/O with the same mixture of reads and writes; alternated, medians.
-Where the operation writes a new file, so does fio, and ends as it does when that is durable. Two rounds come first that
-do not count: the first write of a place is slower than all later ones, and a new checkpoint lies beside the old one.
+Where the operation puts a new file in the place of an old one, so does fio, and ends as it does when the new one is
+durable and the old one gone (to remove a large file takes seconds on some drives). Two rounds come first that do not
+count: the first write of a place is slower than all later ones, and a new checkpoint lies beside the old one.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ def operations(folder: Path, model: nn.Module, optimizer: zinf.AdamW) -> dict[st
 def fio(folder: Path, read: int, written: int, new_file: bool) -> float:
     """Bytes a second, read and written together, of two jobs at once that share FIO_BYTES in this proportion."""
     files = {"read": folder / "fio-read", "write": folder / "fio-written"}
-    if new_file:
-        files["write"].unlink(missing_ok=True)  # and flushed at the end: without it a drive's cache would be measured
+    removing = 0.0
+    if new_file:  # and flushed at the end: without it a drive's cache would be measured
+        started = time.perf_counter()
+        files["write"].unlink(missing_ok=True)
+        removing = time.perf_counter() - started
     parts = {"read": FIO_BYTES * read // (read + written), "write": FIO_BYTES * written // (read + written)}
     command = [
         "fio", "--output-format=json", f"--bs={4 << 20}", "--ioengine=io_uring", "--iodepth=16", "--direct=1",
@@ -71,7 +75,7 @@ def fio(folder: Path, read: int, written: int, new_file: bool) -> float:
     found = subprocess.run(command, env=huge_pages, capture_output=True, text=True, check=True).stdout
     jobs = json.loads(found[found.index("{") :])["jobs"]
     moved = sum(job[way]["io_bytes"] for job, way in zip(jobs, parts, strict=True))
-    return moved / max(job["job_runtime"] / 1e3 for job in jobs)
+    return moved / (removing + max(job["job_runtime"] / 1e3 for job in jobs))
 
 
 def measure(drive: Path, parameters: float, repeats: int) -> dict:
