@@ -57,9 +57,9 @@ class Request:
 
     @property
     def crc32c(self) -> int | None:
-        """The CRC-32C of the bytes moved, once the transfer has succeeded; None where none was asked for.
+        """The CRC-32C of the bytes moved, as `crc32c(array)` would give it; None where none was asked for.
 
-        As `crc32c(array)` would give it, without another pass over the memory.
+        Waits, and raises, as `result` does.
         """
         if self._checksum is None:
             return None

@@ -17,7 +17,7 @@ from torch import Tensor
 class Wait:
     """The end of a transfer: call it to wait, ask `done()` not to.
 
-    requests   objects with wait() and done(); none: the transfer is over already
+    requests   of deepnvme's, or objects that have its wait() and done(); none: the transfer is over already
     """
 
     __slots__ = ("_requests",)
