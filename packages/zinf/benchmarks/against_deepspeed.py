@@ -7,8 +7,9 @@
 Each contender is a process in a memory cgroup of its own without a limit, which counts its peak; needs root and
 `pip install deepspeed`. They train one model on the same tokens in bf16 and take their steps in turn. `of_shipped` and
 `of_tuned` are the medians over rounds of a step of ours over DeepSpeed's in the same round: as it is shipped (its own
-defaults, parameters in memory up to max_in_cpu), and tuned by hand (malloc on huge pages, large blocks deep in the
-queue, pipelined, enough buffers, max_in_cpu 0 so that the parameters really use the drive). Each of the two takes some
+defaults, parameters in memory up to max_in_cpu), and tuned by hand (malloc on huge pages, threads that sleep between
+operators as ours do, large blocks deep in the queue, pipelined, enough buffers, max_in_cpu 0 so that the parameters
+really use the drive). Each of the two takes some
 10 GB at the default size: where that is more than the machine has, run `--against` one and then the other.
 """
 
@@ -37,9 +38,10 @@ from zinf.models.gpt import GPT, GPTConfig
 from zinf.models.model_names import parse_model
 
 DEEPSPEED = ("shipped", "tuned")
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # torch's threads leave the drive the cores: as zinf's README says
 ENVIRONMENT = {
     "shipped": {"LOCAL_RANK": "0"},
-    "tuned": {"LOCAL_RANK": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    "tuned": {"LOCAL_RANK": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **SLEEPING},
 }
 
 
@@ -154,7 +156,7 @@ def contending(name: str, given: argparse.Namespace) -> Iterator[Contender]:
         flags += ["--serve", name, *(["--checksum"] if given.checksum else [])]
         process = subprocess.Popen(
             joining(group.folder, [sys.executable, __file__, *flags]), text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT.get(name, {})},
+            stdout=subprocess.PIPE, env={**os.environ, **ENVIRONMENT.get(name, SLEEPING)},
         )  # fmt: skip
         try:
             yield Contender(process, group)
