@@ -9,8 +9,8 @@ Each contender is a process in a memory cgroup of its own without a limit, which
 `of_tuned` are the medians over rounds of a step of ours over DeepSpeed's in the same round: as it is shipped (its own
 defaults, parameters in memory up to max_in_cpu), and tuned by hand (malloc on huge pages, threads that sleep between
 operators as ours do, large blocks deep in the queue, pipelined, enough buffers, max_in_cpu 0 so that the parameters
-really use the drive). Each of the two takes some
-10 GB at the default size: where that is more than the machine has, run `--against` one and then the other.
+really use the drive). Each of the two takes some 10 GB at the default size: where that is more than the machine has,
+run `--against` one and then the other.
 """
 
 from __future__ import annotations
