@@ -187,6 +187,16 @@ def test_bytes_that_were_damaged_before_they_were_put_are_found(tmp_path, rng):
             _ = swap.get("damaged").crc32c
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error"), [("1", TypeError), (0.5, TypeError), (-1, ValueError), (1 << 32, ValueError)]
+)
+def test_a_checksum_that_is_none_is_refused_and_nothing_is_stored(tmp_path, wrong, error):
+    with deepnvme.Swap(tmp_path) as swap:
+        with pytest.raises(error, match="crc32c must"):
+            swap.put("a", np.ones(10, np.uint8), crc32c=wrong)
+        assert "a" not in swap
+
+
 def test_a_swap_without_checksums_has_none_to_tell(tmp_path):
     values = np.ones(10_000, np.uint8)
     with deepnvme.Swap(tmp_path, checksum=False) as swap:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import errno
 import math
-import operator
 import os
 import threading
 import warnings
@@ -21,7 +20,7 @@ from .errors import ClosedError, ForkedError, io_error
 from .file import Direct, File, PathLike
 from .in_flight import Entry, InFlight
 from .request import Request
-from .sizes import parse_size
+from .sizes import parse_size, whole_number
 from .statistics import Statistics
 
 _MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
@@ -206,7 +205,7 @@ class Engine:
         after: Sequence[tuple[_core.Request, bool]] = (),
     ) -> Request:
         self._check_usable()
-        offset = _whole("offset", offset)
+        offset = whole_number("offset", offset)
         if offset < 0:
             raise ValueError(f"offset must not be negative, found {offset}")
         host = describe(array) if writes else describe_writable(array)
@@ -359,17 +358,10 @@ def _check_block(block_size: int | str) -> int:
 
 
 def _check_count(name: str, count: int, most: int | None) -> int:
-    count = _whole(name, count)
+    count = whole_number(name, count)
     if count < 1 or (most is not None and count > most):
         raise ValueError(f"{name} must be at least 1" + (f" and at most {most}" if most else "") + f", found {count}")
     return count
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, found {value!r}") from None
 
 
 def _failure_of(request: _core.Request) -> OSError:

@@ -1,9 +1,10 @@
-"""Sizes as people write them: 4096 or "1MiB"."""
+"""Numbers as people give them: whole ones, and sizes such as 4096 or "1MiB"."""
 
 from __future__ import annotations
 
 import operator
 import re
+from typing import Any
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -36,3 +37,11 @@ def format_size(nbytes: int) -> str:
         if nbytes and nbytes % _UNITS[unit.upper()] == 0:
             return f"{nbytes // _UNITS[unit.upper()]}{unit}"
     return f"{nbytes}B"
+
+
+def whole_number(name: str, value: Any) -> int:
+    """TypeError, which names it, for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, found {value!r}") from None

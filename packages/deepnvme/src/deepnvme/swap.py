@@ -18,7 +18,7 @@ from .errors import ChecksumError, ClosedError, io_error
 from .extents import Extents
 from .file import File, PathLike
 from .request import Request
-from .sizes import format_size, parse_size
+from .sizes import format_size, parse_size, whole_number
 
 _GROW_BY = 256 << 20  # bytes reserved ahead when the space grows: reserving little by little scatters it
 
@@ -86,6 +86,8 @@ class Swap:
         `crc32c`: of the array's bytes, from whoever had them before. It is believed, and `get` compares with it: bytes
         that were damaged on their way here are found too, and none is taken again.
         """
+        if crc32c is not None and not 0 <= whole_number("crc32c", crc32c) < 1 << 32:
+            raise ValueError(f"crc32c must have 32 bits, found {crc32c}")
         array = made_contiguous(array)
         dtype, shape = dtype_and_shape(array)
         nbytes = describe(array).nbytes
