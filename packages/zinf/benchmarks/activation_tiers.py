@@ -1,26 +1,31 @@
 """What activation checkpoints off the device cost by hidden size, as the paper's Figure 6e: steps over steps on device.
 
     python packages/zinf/benchmarks/activation_tiers.py --nvme DIR [--hidden 256 512 1024 2048] [--layers 5]
-        [--batch 4] [--seq 128] [--rounds 5] [--states nvme --host-memory 1GiB --device-memory 512MiB] [--json F]
+        [--batch 4] [--seq 128] [--rounds 5] [--states nvme --host-memory 1GiB --device-memory 512MiB] [--link 10MiB]
+        [--json F]
 
 Parameters and optimizer states stay in memory, or go to the drive where they are too large; every block is
 checkpointed, and its input lies on the device, in host memory or on the drive. The three alternate, and a ratio is the
 median over rounds. A checkpoint grows with the hidden size, the computation that hides its transfer with the square
-of it.
+of it. With `--link` (needs root) a control group holds the drive to so many bytes a second: one that is slow beside the
+computation, as a real drive is beside a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from cgroups import again_on_link
 from record import put, settings, spread
 from trainee import Trainee, in_turn, same_losses
 
 import zinf
+from deepnvme.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
 
@@ -70,8 +75,12 @@ def main() -> None:
     parser.add_argument("--states", choices=["memory", "nvme"], default="memory")
     parser.add_argument("--host-memory")
     parser.add_argument("--device-memory")
+    parser.add_argument("--link", help="bytes a second that the drive is held to, each way")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.link and not given.inside:
+        sys.exit(again_on_link(given.nvme, parse_size(given.link)))
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="activation-tiers-") as drive:
         rows = [cost(drive, hidden, given) for hidden in given.hidden]
     put({"settings": settings(given), "rows": rows}, given.json)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +64,9 @@ def _disk_of(directory: str) -> str:
 def joining(folder: Path, command: Sequence[str]) -> list[str]:
     """`command`, run in the group: it and all that it starts."""
     return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(folder), *command]
+
+
+def again_on_link(directory: str, rate: int) -> int:
+    """This script once more with `--inside`, on a `link`; its exit status."""
+    with link(directory, rate) as folder:
+        return subprocess.run(joining(folder, [sys.executable, *sys.argv, "--inside"])).returncode

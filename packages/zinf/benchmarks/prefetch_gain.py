@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from cgroups import joining, link
+from cgroups import again_on_link
 from record import put, settings, spread
 from trainee import OVERLAPS, Trainee
 
@@ -76,9 +75,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.link and not given.inside:
-        with link(given.nvme, parse_size(given.link)) as folder:
-            command = joining(folder, [sys.executable, *sys.argv, "--inside"])
-            sys.exit(subprocess.run(command).returncode)
+        sys.exit(again_on_link(given.nvme, parse_size(given.link)))
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="prefetch-gain-") as drive:
         rows = [gain(drive, batch, given) for batch in given.batches]
     put({"settings": settings(given), "batches": rows}, given.json)
