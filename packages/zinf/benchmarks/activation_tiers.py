@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from cgroups import again_on_link
+from cgroups import add_link, go_on_link
 from record import put, settings, spread
 from trainee import Trainee, in_turn, same_losses
 
 import zinf
-from deepnvme.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
 
@@ -75,12 +73,10 @@ def main() -> None:
     parser.add_argument("--states", choices=["memory", "nvme"], default="memory")
     parser.add_argument("--host-memory")
     parser.add_argument("--device-memory")
-    parser.add_argument("--link", help="bytes a second that the drive is held to, each way")
+    add_link(parser)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.link and not given.inside:
-        sys.exit(again_on_link(given.nvme, parse_size(given.link)))
+    go_on_link(given)
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="activation-tiers-") as drive:
         rows = [cost(drive, hidden, given) for hidden in given.hidden]
     put({"settings": settings(given), "rows": rows}, given.json)

@@ -1,7 +1,8 @@
 """How close a step with everything on NVMe comes to the limit of processor and drive, as ratios in one run.
 
     python packages/zinf/benchmarks/against_limit.py --nvme DIR [--model gpt:layers=24,hidden=1024,heads=16]
-        [--batch 1] [--seq 128] [--steps 5] [--modes backward next-forward false] [--json F]
+        [--batch 1] [--seq 128] [--steps 5] [--modes backward next-forward false]
+        [--link 500MiB] [--json F]
 
 Steps of the same model alternate: all in memory (preset zero3), then all on NVMe in each mode of overlap_optimizer. The
 limit of a step is the sum over forward, backward and update of the larger of two: what that phase takes with everything
@@ -12,6 +13,8 @@ limit, `of_memory` the step over the same step in memory: what offloading costs 
 That limit takes for granted that neither slows the other. On a virtual machine whose host copies every byte of the
 drive on the same cores and memory, they do: `together` is what is left of the speed of computation and of drive while
 fio moves half and half beside the steps in memory, `of_limit_together` the step over the limit at those speeds.
+With `--link` (needs root) a control group holds the drive to so many bytes a second, one that takes few of the cores'
+cycles: what is above the limit then is what the schedule does not hide.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from cgroups import add_link, go_on_link
 from record import put, settings
 from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses, steps_parser
 
@@ -106,7 +110,9 @@ def compare(
 
 def main() -> None:
     parser = steps_parser(__doc__, model="gpt:layers=24,hidden=1024,heads=16", batch=1, steps=5)
+    add_link(parser)
     given = parser.parse_args()
+    go_on_link(given)
     if reason := fio.why_not():
         sys.exit(reason)
     sizes = {"model": given.model, "batch": given.batch, "seq": given.seq}

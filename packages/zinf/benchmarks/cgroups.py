@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from deepnvme.sizes import parse_size
 
 _ROOT = Path("/sys/fs/cgroup")
 _numbers = itertools.count()
@@ -66,7 +69,15 @@ def joining(folder: Path, command: Sequence[str]) -> list[str]:
     return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(folder), *command]
 
 
-def again_on_link(directory: str, rate: int) -> int:
-    """This script once more with `--inside`, on a `link`; its exit status."""
-    with link(directory, rate) as folder:
-        return subprocess.run(joining(folder, [sys.executable, *sys.argv, "--inside"])).returncode
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """The flag `--link` of a benchmark that can run with its drive held to a rate."""
+    parser.add_argument("--link", metavar="RATE", help="bytes a second that the drive is held to, each way; needs root")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+
+
+def go_on_link(given: argparse.Namespace) -> None:
+    """Where a link was asked for: run this script once more on it, and exit with its status."""
+    if given.link and not given.inside:
+        with link(given.nvme, parse_size(given.link)) as folder:
+            command = joining(folder, [sys.executable, *sys.argv, "--inside"])
+            sys.exit(subprocess.run(command).returncode)

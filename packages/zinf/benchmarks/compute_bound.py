@@ -1,7 +1,8 @@
 """Is offloading free where computation hides it (the paper's Figure 5a)? Steps of one model, as ratios in one run.
 
     python packages/zinf/benchmarks/compute_bound.py --nvme DIR [--model gpt:layers=12,hidden=768,heads=12] [--batch 8]
-        [--seq 128] [--dtype bf16|fp32] [--steps 4] [--modes backward next-forward] [--json F]
+        [--seq 128] [--dtype bf16|fp32] [--steps 4] [--modes backward next-forward] [--link 200MiB]
+        [--json F]
 
 Steps alternate between plain torch with its own AdamW, everything in memory on one rank (preset zero3), and everything
 on NVMe with nothing resident. `of_memory` is a step over the same step in memory; `of_torch` the step in memory over
@@ -10,7 +11,8 @@ the step in memory takes than the drive alone with the mode's bytes, at fio's ra
 
 `of_memory_beside_fio` compares with the step in memory while fio moves, beside it, what the mode moves: as many bytes
 read and written a second, in blocks of the same size. On a virtual machine whose host copies the drive's bytes on the
-cores that compute, no program that moves those bytes could be faster than that.
+cores that compute, no program that moves those bytes could be faster than that. With `--link` (needs root) a control
+group holds the drive to so many bytes a second, one that takes few of the cores' cycles.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from against_limit import BLOCK_AND_DEPTH, FILE, drive_rates, drive_seconds, medians
+from cgroups import add_link, go_on_link
 from record import put, settings, spread
 from trainee import OVERLAPS, PHASES, Step, Trainee, in_turn, same_losses, steps_parser
 
@@ -106,7 +109,9 @@ def main() -> None:
         modes=["backward", "next-forward"],
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    add_link(parser)
     given = parser.parse_args()
+    go_on_link(given)
     if reason := fio.why_not():
         sys.exit(reason)
     sizes = {"model": given.model, "batch": given.batch, "seq": given.seq}

@@ -6,27 +6,24 @@
 Everything on NVMe, nothing resident; steps with and without alternate, and the ratio is the median over pairs. A small
 batch computes little for the bytes it needs, so waiting for the drive shows; a large one hides it.
 
-What there is to earn is the reading that nothing else hides: with "next-forward" the update brings the parameters of
-the forward along, and streams its states itself, so that 2 of 14 bytes a parameter are left, with "backward" all. On a
-virtual machine whose host copies the drive's bytes on the same cores, overlapping earns less than it hides. With
-`--link` (needs root) a control group holds the drive to so many bytes a second, a slow one that takes no cores.
+Without prefetch units and the optimizer's states are read when they are needed; writes go on by themselves in both
+cases. On a virtual machine whose host copies the drive's bytes on the same cores, overlapping earns less than it hides.
+With `--link` (needs root) a control group holds the drive to so many bytes a second, a slow one that takes few of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from cgroups import again_on_link
+from cgroups import add_link, go_on_link
 from record import put, settings, spread
 from trainee import OVERLAPS, Trainee
 
 import zinf
-from deepnvme.sizes import parse_size
 
 
 def gain(drive: str, batch: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -70,12 +67,10 @@ def main() -> None:
     parser.add_argument("--overlap", default="next-forward", choices=list(OVERLAPS))
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="128MiB")
-    parser.add_argument("--link", help="bytes a second that the drive is held to, each way")
+    add_link(parser)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.link and not given.inside:
-        sys.exit(again_on_link(given.nvme, parse_size(given.link)))
+    go_on_link(given)
     with tempfile.TemporaryDirectory(dir=given.nvme, prefix="prefetch-gain-") as drive:
         rows = [gain(drive, batch, given) for batch in given.batches]
     put({"settings": settings(given), "batches": rows}, given.json)

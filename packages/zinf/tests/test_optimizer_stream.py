@@ -80,3 +80,30 @@ def test_gradients_on_a_drive_are_read_ahead_like_the_states(nvme, small_pieces,
         assert len(asked) == pieces
         assert max(asked) < events.index(("adam", ""))
         assert ("read alone", "grad") not in events
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_without_prefetch_no_state_is_read_before_its_turn(nvme, small_pieces, monkeypatch, overlap):
+    """What is asked for between two updates belongs to the second of them alone."""
+    cfg = config(nvme, grads="nvme", overlap_optimizer=overlap, prefetch=False)
+    model, optimizer = offloaded(cfg, width=64)
+    stream, asked, updated = model._zero3_model.store.updates.stream, set(), []
+    start_read, adam = stream._start_read, optimizer_stream._adam
+
+    def noting_read(piece, kind, out):
+        asked.add(piece)
+        return start_read(piece, kind, out)
+
+    def noting_adam(*args):
+        updated.append(set(asked))
+        asked.clear()
+        return adam(*args)
+
+    monkeypatch.setattr(stream, "_start_read", noting_read)
+    monkeypatch.setattr(optimizer_stream, "_adam", noting_adam)
+    train(model, optimizer, 3)
+    optimizer.settle()
+    pieces = sum(-(-unit.shard_numel // 4096) for unit in zero3.units(model))
+    assert len(updated) == 3 * pieces
+    assert all(len(pieces_asked) == 1 for pieces_asked in updated)
+    assert not asked

@@ -68,7 +68,7 @@ class Config:
     unit_size: int | str = "auto"
     """Bytes of a gathered unit."""
     prefetch: bool = True
-    """Gather units ahead of their use."""
+    """Read ahead what comes next: units, and the optimizer's states. False: each is read when it is needed."""
     tile_bytes: int | str | None = None
     """Bytes of a gathered parameter above which it is cut into tiles of at most so many. None: where a parameter with
     its gradient exceeds device_memory, tiles of a quarter of that."""

@@ -29,7 +29,8 @@ class UpdateInStep:
         self.optimizer = optimizer
         self.engine = engine
         self.model = model
-        self.stream = OptimizerStream(engine, engine.placement.stream_memory, self.read_late, self.gradients_wait)
+        budget, ahead = engine.placement.stream_memory, model.scheduler.enabled
+        self.stream = OptimizerStream(engine, budget, ahead, self.read_late, self.gradients_wait)
 
     # -- the step --------------------------------------------------------------------------------------------
 

@@ -62,15 +62,24 @@ class OptimizerStream:
     """Streams pieces of units through Adam.
 
     budget            bytes of buffers at a time, reads and writes on their way included
+    ahead             whether anything is read before its turn
     read_late         kinds that are not read ahead, since the update will mostly bring them along
     gradients_wait    whether an update mostly takes the gradient that waits on its tier
     """
 
-    def __init__(self, engine: OffloadEngine, budget: int, read_late: Iterable[str] = (), gradients_wait: bool = True):
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        budget: int,
+        ahead: bool,
+        read_late: Iterable[str] = (),
+        gradients_wait: bool = True,
+    ):
         self._engine = engine
         self._pool = engine.tiers.host_pool
         self._spans = engine.tiers.spans
         self.budget = budget
+        self._ahead = ahead
         self._read_late = frozenset(read_late)
         self._gradients_wait = gradients_wait
         self._final: set[Unit] = set()  # their gradients that wait will not change until the update
@@ -89,6 +98,8 @@ class OptimizerStream:
 
     def expect(self, units: Iterable[Unit]) -> None:
         """These units will be updated next, in this order: read ahead as far as the budget goes."""
+        if not self._ahead:
+            return
         known = {piece.unit for piece in self._expected} | {piece.unit for piece in self._loaded}
         for unit in units:
             if unit not in known:

@@ -30,7 +30,7 @@ _UPDATES_AHEAD = 4
 class Prefetcher:
     """The scheduler of one model.
 
-    enabled        False: units are fetched when they are needed
+    enabled        False: units, and the optimizer's states, are read when they are needed
     hits, misses   uses of units that had been started before, or not, since the last reset
     """
 
@@ -143,7 +143,7 @@ class Prefetcher:
 
     def _expect_updates(self, unit: Unit) -> None:
         updates = self._engine.updates
-        if updates is not None and self.enabled:
+        if updates is not None:
             nexts = islice(self.order.upcoming(), _UPDATES_AHEAD - 1)
             updates.backward_needs([unit, *(other for other in nexts if other is not unit)])
 
