@@ -14,9 +14,9 @@ CPU = torch.device("cpu")
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def of(grad_bytes=0, state_bytes=0, largest_unit=0, ranks_on_host=1, **settings):
+def of(grad_bytes=0, state_bytes=0, largest_unit=0, largest_states=0, ranks_on_host=1, **settings):
     cfg = zinf.Config.preset("inf-nvme", nvme=["/tmp"], **settings)
-    return Placement.of(cfg, CPU, grad_bytes, state_bytes, largest_unit, ranks_on_host)
+    return Placement.of(cfg, CPU, grad_bytes, state_bytes, largest_unit, largest_states, ranks_on_host)
 
 
 def test_gradients_wait_in_memory_up_to_a_quarter_of_it():
@@ -29,7 +29,7 @@ def test_gradients_wait_in_memory_up_to_a_quarter_of_it():
 
 def test_what_is_left_over_keeps_units_resident():
     left = of(grad_bytes=GIB, state_bytes=100 * GIB, host_memory=8 * GIB, device_memory=2 * GIB)
-    assert left.resident == (8 - 1 - 2) * GIB
+    assert left.resident == (8 - 1 - 2) * GIB - 256 * MIB  # those of the others pass through the stream
     assert of(state_bytes=GIB, host_memory=8 * GIB, device_memory=GIB).resident == GIB
     assert of(state_bytes=GIB, host_memory=8 * GIB, resident=0).resident == 0
     assert of(grad_bytes=9 * GIB, state_bytes=GIB, host_memory=8 * GIB, grads="cpu").resident == 0
@@ -57,6 +57,25 @@ def test_where_memory_is_scarce_units_that_come_ahead_get_room(unit, settings, w
     found = of(largest_unit=unit, state_bytes=100 * GIB, **settings)
     assert found.device_memory == wanted
     assert found.device_memory + found.resident <= GIB
+
+
+@pytest.mark.parametrize(
+    ("host", "states", "ranks", "wanted"),
+    [
+        (8 * GIB, 10 * MIB, 1, 256 * MIB),
+        (8 * GIB, 300 * MIB, 1, 600 * MIB),
+        (2 * GIB, 300 * MIB, 1, int(0.2 * 2 * GIB)),
+        (8 * GIB, 3 * GIB, 1, int(0.2 * 8 * GIB)),
+        (8 * GIB, 3 * GIB, 4, int(0.2 * 2 * GIB)),
+        (GIB, 300 * MIB, 2, STREAM),
+    ],
+)
+def test_the_largest_unit_comes_in_while_another_goes_out_where_a_fifth_of_memory_allows_it(
+    host, states, ranks, wanted
+):
+    found = of(state_bytes=100 * GIB, host_memory=host, largest_states=states, ranks_on_host=ranks)
+    assert found.stream_memory == wanted
+    assert found.stream_memory + found.device_memory + found.resident <= host
 
 
 def test_blocks_of_which_the_fixed_part_holds_only_one_come_ahead_all_the_same(nvme, monkeypatch, small_pieces):

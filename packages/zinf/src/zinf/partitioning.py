@@ -98,7 +98,8 @@ def _partition(
     try:
         if config.prefetch:
             largest = budgets.largest_unit(module, config, shards, OffloadEngine.shard_multiple)
-            placement = Placement.of(config, device, trained * nbytes["grads"], states, largest, beside)
+            largest_states = largest // nbytes["params"] // shards * (nbytes["params"] + nbytes["optimizer"])
+            placement = Placement.of(config, device, trained * nbytes["grads"], states, largest, largest_states, beside)
         _check_space(config, placement, trained, frozen, beside)
         budgets.check(module, config, shards, OffloadEngine.shard_multiple, PIECE, device.type == "cpu")
     except ConfigError:

@@ -19,9 +19,9 @@ _DEVICE_PART_OF_HOST = 0.25
 # it: one in use, two ahead of it, and small ones that are held meanwhile. With less than two nothing comes ahead.
 _UNITS_WANTED = 3.5
 
-# Of host_memory, for optimizer states on their way in and out; and at most.
+# Of host_memory at most, for optimizer states on their way in and out; and bytes that do where no unit is large.
 _STREAM_PART = 0.2
-_STREAM_MOST = 256 << 20
+_STREAM_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,10 @@ class Placement:
     device_memory: int
     host_memory: int
     resident: int
+    stream_memory: int
+    """Bytes of host_memory for optimizer states on their way in and out."""
     shards_stay_in_place: bool
     """The parameters' tier is the memory in which the device computes."""
-
-    @property
-    def stream_memory(self) -> int:
-        """Bytes of host_memory for optimizer states on their way in and out."""
-        return _stream_memory(self.host_memory)
 
     @classmethod
     def of(
@@ -50,12 +47,14 @@ class Placement:
         grad_bytes: int,
         state_bytes: int,
         largest_unit: int = 0,
+        largest_states: int = 0,
         ranks_on_host: int = 1,
     ) -> Placement:
         """Resolve `config` for a device and a rank's share of bytes.
 
         grad_bytes      of all gradients of this rank; state_bytes: of its parameters and optimizer states on nvme
         largest_unit    bytes of it when gathered; 0 where nothing is known of the units
+        largest_states  bytes of this rank's part of its parameters and optimizer states
         ranks_on_host   that share its memory
         """
         given = {name: config.budget(name) for name in ("device_memory", "host_memory", "resident")}
@@ -64,25 +63,31 @@ class Placement:
             host = int(available_memory() * _HOST_PART)
         grads = config.grads or _grads_tier(config, grad_bytes, host)
         waiting = grad_bytes if grads == "cpu" else 0
+        stream = _stream_memory(host, largest_states, ranks_on_host)
         device_memory = given["device_memory"]
         if device_memory is None and device.type == "cpu":
             # Two gradients on their way to a drive, unless they are used up as they come; one that is made.
             gradients = 3 if grads == "nvme" and config.overlap_optimizer != "backward" else 1
-            others = waiting + gradients * largest_unit + _stream_memory(host)
+            others = waiting + gradients * largest_unit + stream
             wanted = min(int(_UNITS_WANTED * largest_unit), host // ranks_on_host - others)
             device_memory = max(int(host * _DEVICE_PART_OF_HOST), wanted)
         elif device_memory is None:
             device_memory = int(torch.accelerator.get_memory_info(device)[0] * _HOST_PART)
-        left_over = max(host - waiting - (device_memory if device.type == "cpu" else 0), 0)
+        left_over = max(host - waiting - stream - (device_memory if device.type == "cpu" else 0), 0)
         resident = given["resident"]
         if resident is None:
             resident = min(left_over, state_bytes)
         in_place = config.params == "device" or (config.params == "cpu" and device.type == "cpu")
-        return cls(config.params, grads, config.optimizer, device_memory, host, resident, in_place)
+        return cls(config.params, grads, config.optimizer, device_memory, host, resident, stream, in_place)
 
 
-def _stream_memory(host_memory: int) -> int:
-    return min(int(host_memory * _STREAM_PART), _STREAM_MOST)
+def _stream_memory(host_memory: int, largest_states: int, ranks_on_host: int) -> int:
+    """Where it can be, room for all states of the largest unit on their way in, and of another on their way out.
+
+    The update of what backward comes to last, mostly a large embedding, has nothing else to hide behind.
+    """
+    enough = min(int(host_memory * _STREAM_PART), _STREAM_BYTES)
+    return max(enough, min(int(host_memory // ranks_on_host * _STREAM_PART), 2 * largest_states))
 
 
 def _grads_tier(config: Config, grad_bytes: int, host_memory: int) -> str:
