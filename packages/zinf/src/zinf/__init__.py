@@ -24,10 +24,10 @@ from .checkpoint_loading import load
 from .config import Config
 from .durable_save import SaveResult, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
-from .full_state import full_grad, full_state, set_full_state
 from .memory_centric_tiling import tiled
 from .offload_engine import engine_of as _engine_of
 from .offloaded_adamw import AdamW
+from .parameter_state import full_grad, full_state, set_full_state
 from .partitioning import init, shard
 from .safetensors_export import export
 from .safetensors_loading import load_pretrained
