@@ -119,7 +119,8 @@ def _bandwidth_row(result: dict[str, Any], kind: str) -> str:
     rate = result["speed"]["bandwidth_per_device"][kind]
     has = f"{rate / 1e9:,.1f} GB/s" if rate else "in place"
     share = f"{100 * result['speed']['efficiency'][kind]:.1f} %"
-    return _row(_words(kind), f"{intensity:,.0f} operations a byte; {has}: efficiency {share}")
+    half = f"{result['speed']['bandwidth_for_half_efficiency'][kind] / 1e9:,.3g} GB/s for 50 %"
+    return _row(_words(kind), f"{intensity:,.0f} operations a byte; {has}: efficiency {share}; {half}")
 
 
 def _row(name: str, figure: str) -> str:
