@@ -89,7 +89,7 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         f"{model['parameters']:,} parameters: {model['layers']} layers, hidden {model['hidden']}, "
         f"{model['heads']} heads; {model['batch_per_device']} x {model['seq']} tokens a device",
-        f"on {cluster['nodes']} x {cluster['machine']} ({cluster['devices']} devices; {cluster['source']})",
+        f"on {cluster['nodes']} x {cluster['machine']} (devices: {cluster['devices']}; {cluster['source']})",
         "",
         "Memory of the model (activations: of one device)",
         *(_row(_words(name), _size(nbytes)) for name, nbytes in result["memory"].items()),
