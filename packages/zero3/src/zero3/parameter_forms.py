@@ -130,6 +130,16 @@ class _Partitioned(torch.nn.Parameter):
         with torch.no_grad():
             raw_data(self).copy_(value)
 
+    def set_(self, source: Any = None, *place: Any) -> Any:
+        """As `data = source`, which parametrizations mean by it: the memory under the parameter is its unit's."""
+        if not isinstance(source, Tensor) or place:
+            raise UnsupportedError(
+                f"parameter {slots_of(self)[0].name} is partitioned: set_ takes a tensor of its shape and dtype, which "
+                "is copied"
+            )
+        self.data = source
+        return self
+
     def as_subclass(self, cls: type) -> Any:
         """torch's own asks no class whether it may."""
         slot = self._zero3
@@ -166,6 +176,8 @@ class Released(_Partitioned):
     @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is Tensor.set_ and isinstance(args[0], _Partitioned):
+            return args[0].set_(*args[1:], **kwargs)
         if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
             slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
             if func is Tensor.copy_ and _overwritten(*args, **kwargs):
