@@ -176,8 +176,6 @@ class Released(_Partitioned):
     @untraced
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is Tensor.set_ and isinstance(args[0], _Partitioned):
-            return args[0].set_(*args[1:], **kwargs)
         if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
             slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
             if func is Tensor.copy_ and _overwritten(*args, **kwargs):
@@ -409,6 +407,6 @@ METADATA = frozenset(
 RAW_ACCESS = frozenset(
     [
         Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
-        Tensor.__array__, Tensor.set_,
+        Tensor.__array__,
     ]
 )  # fmt: skip
