@@ -21,8 +21,13 @@ EXPECTED = {
     (BF16, False, "cpu"): (16, 12),
     (BF16, "next-forward", "nvme"): (16, 14),
     (BF16, False, "nvme"): (18, 14),
+    (FP32, "next-forward", "cpu"): (16, 12),  # the parameter is the master
+    (FP32, "backward", "cpu"): (16, 12),
+    (FP32, False, "cpu"): (20, 12),
+    (FP16, "next-forward", "cpu"): (14, 14),  # the master is read, and its float16 copy written
+    (FP16, "backward", "cpu"): (16, 14),
+    (FP16, False, "cpu"): (16, 14),
 }
-MOST = {BF16: 28, FP32: 36, FP16: 34}
 
 WIDTH, LAYERS = 512, 6
 
@@ -94,8 +99,9 @@ def test_a_step_moves_what_the_design_says(nvme, dtype, overlap, grads):
     model, optimizer = build(nvme, dtype, grads, overlap_optimizer=overlap)
     reported, kernel = moved(model, optimizer)
     read, written = EXPECTED[dtype, overlap, grads]
-    assert reported[1] >= 12
-    assert reported == pytest.approx([read, written], rel=0.02)
+    spared = dtype.itemsize / LAYERS  # the layer that forward ends with may be there still when backward begins
+    assert read - spared <= reported[0] <= read
+    assert reported[1] == written
     assert kernel == pytest.approx(reported, rel=0.02)
 
 

@@ -143,6 +143,7 @@ def test_comparison_with_fio(tmp_path):
     assert [(r["op"], r["backend"]) for r in ours] == [(r["op"], r["backend"]) for r in peers]
     assert len(ours) == 3 * 3
     assert all(r["gigabytes_per_second"] > 0 for r in peers)
+    assert all(r["direct"] is own["direct"] for r, own in zip(peers, ours, strict=True))
 
 
 def test_tuning_saves_a_profile_of_that_drive(tmp_path):

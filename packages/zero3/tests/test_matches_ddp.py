@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero3_models import MODELS, Perceptron, SmallGPT
 from zero3_testing import (
@@ -118,13 +119,37 @@ def test_gradients_on_the_wire_may_be_narrower(ranks):
 def values_of_rank_0(rank, world):
     torch.manual_seed(rank)
     model = SmallGPT(layers=1)
-    model.register_buffer("table", torch.full((3,), float(rank)))
+    give_buffers(model, rank)
     zero3.shard(model)
     torch.manual_seed(0)
     wanted = SmallGPT(layers=1)
-    wanted.register_buffer("table", torch.zeros(3))
+    give_buffers(wanted, 0)
     assert_same(state_of(model), state_of(wanted))
+    assert model.turned.stride() == wanted.turned.stride()
+
+
+def give_buffers(model, rank):
+    """Whole, turned, expanded, of no element, of every second column; and a parameter of one element out of four."""
+    table = torch.arange(12.0).view(3, 4) + rank
+    model.register_buffer("table", table)
+    model.register_buffer("turned", table.clone().t())
+    model.register_buffer("expanded", table[:, :1].clone().expand(3, 4))
+    model.register_buffer("scalar", torch.tensor(rank).expand(5))
+    model.register_buffer("empty", torch.empty(2, 0).expand(2, 0))
+    model.register_buffer("columns", table.clone()[:, ::2])
+    model.one = nn.Parameter(table.clone()[0, ::4])
 
 
 def test_every_rank_begins_with_the_values_of_rank_0(ranks):
     ranks(values_of_rank_0, 2)
+
+
+def sparse_buffer(rank, world):
+    model = SmallGPT(layers=1)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(zero3.UnsupportedError, match=r"buffer graph is torch\.sparse_coo"):
+        zero3.shard(model)
+
+
+def test_a_sparse_buffer_is_refused_on_several_ranks(ranks):
+    ranks(sparse_buffer, 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zero3_models import MODELS, Perceptron, SmallGPT
+from torch.nn.utils import parametrizations, parametrize
+from zero3_models import MODELS, Perceptron, Regression, SmallGPT
 from zero3_testing import DistantStore, assert_same, state_of, train_plain, train_sharded
 
 import zero3
@@ -68,6 +69,56 @@ def late(rank, world):
 def test_initialisation_after_construction_is_kept(ranks):
     late(0, 1)
     ranks(late, 2)
+
+
+class Symmetric(nn.Module):
+    """A parametrization that changes what it is given: of the weight only the upper triangle counts."""
+
+    def forward(self, x):
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, x):
+        return x.triu()
+
+
+class Parametrized(Regression):
+    def __init__(self):
+        super().__init__()
+        self.orthogonal = parametrizations.orthogonal(nn.Linear(12, 12))
+        self.symmetric = nn.Linear(12, 12)
+        parametrize.register_parametrization(self.symmetric, "weight", Symmetric())
+
+    def forward(self, x):
+        return self.symmetric(torch.tanh(self.orthogonal(x)))
+
+
+def parametrized(rank, world, store=None):
+    torch.manual_seed(3)
+    plain = Parametrized()
+    torch.manual_seed(3)
+    with zero3.init(store=store):
+        model = Parametrized()
+    assert_same(state_of(model), state_of(plain))
+    assert_same(train_sharded(model, 2, rank, world)[1], train_plain(plain, 2, world)[1])
+
+
+def test_parametrizations_keep_what_they_make_of_a_weight(ranks):
+    parametrized(0, 1, DistantStore())
+    ranks(parametrized, 2)
+
+
+def test_set_takes_values_and_no_memory():
+    with zero3.init(store=DistantStore()):
+        model = Perceptron()
+    weight, values = model.layers[0].weight, torch.randn(12, 12)
+    weight.set_(values)
+    assert torch.equal(model.state_dict()["layers.0.weight"], values)
+    with zero3.gathered(model, modify=True):
+        weight.set_(3 * values)
+    assert torch.equal(model.state_dict()["layers.0.weight"], 3 * values)
+    for place in ((), (values[0],), (values.untyped_storage(),)):
+        with pytest.raises(zero3.UnsupportedError, match="partitioned"):
+            weight.set_(*place)
 
 
 def test_nested_contexts_and_shard_inside_partition_once():

@@ -316,6 +316,3 @@ MODELS = {
         WeightNormed, SharedBlock, Recursive, Encoder, OddSizes, CustomFunction, SeveralDtypes,
     )
 }  # fmt: skip
-
-# Batch statistics of half a batch are not those of the whole; every other model's gradient is a mean over samples.
-DEPENDS_ON_BATCH = {"Convolutional"}

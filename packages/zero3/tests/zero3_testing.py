@@ -108,7 +108,7 @@ def assert_close(found, wanted, relative=1e-5, floor=1e-8):
 
 
 def _difference(one, other):
-    return (one.detach().double() - other.detach().double()).abs().max().item()
+    return (one.detach().to(torch.complex128) - other.detach().to(torch.complex128)).abs().max().item()
 
 
 def at_rest(model):

@@ -1,7 +1,7 @@
 """How close a step with everything on NVMe comes to the limit of processor and drive, as ratios in one run.
 
     python packages/zinf/benchmarks/against_limit.py --nvme DIR [--model gpt:layers=24,hidden=1024,heads=16]
-        [--batch 1] [--seq 128] [--steps 5] [--modes backward next-forward false]
+        [--batch 1] [--seq 128] [--steps 5] [--modes backward next-forward false] [--checksum]
         [--link 500MiB] [--json F]
 
 Steps of the same model alternate: all in memory (preset zero3), then all on NVMe in each mode of overlap_optimizer. The

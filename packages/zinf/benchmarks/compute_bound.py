@@ -1,8 +1,8 @@
 """Is offloading free where computation hides it (the paper's Figure 5a)? Steps of one model, as ratios in one run.
 
-    python packages/zinf/benchmarks/compute_bound.py --nvme DIR [--model gpt:layers=12,hidden=768,heads=12] [--batch 8]
-        [--seq 128] [--dtype bf16|fp32] [--steps 4] [--modes backward next-forward] [--link 200MiB]
-        [--json F]
+    python packages/zinf/benchmarks/compute_bound.py --nvme DIR [--model gpt:layers=12,hidden=768,heads=12,vocab=50257]
+        [--batch 8] [--seq 128] [--dtype bf16|fp32] [--steps 4] [--modes backward next-forward] [--checksum]
+        [--link 200MiB] [--json F]
 
 Steps alternate between plain torch with its own AdamW, everything in memory on one rank (preset zero3), and everything
 on NVMe with nothing resident. `of_memory` is a step over the same step in memory; `of_torch` the step in memory over

@@ -27,10 +27,9 @@ from trainee import OVERLAPS, Trainee
 import zinf
 from deepnvme.sizes import parse_size
 from zinf.models.model_names import parse_model
+from zinf.planner.memory import MODEL_STATE_BYTES
 from zinf.training.ranks import Ranks
 from zinf.training.summary import peak_process_bytes
-
-PAPER_BYTES = 20  # of model states a parameter, mixed precision with Adam
 
 
 def train(given: argparse.Namespace) -> None:
@@ -72,8 +71,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     record = {
         "settings": settings(given),
         "parameters": numel,
-        "states_bytes": PAPER_BYTES * numel,
-        "states_over_limit": PAPER_BYTES * numel / limit,
+        "states_bytes": MODEL_STATE_BYTES * numel,
+        "states_over_limit": MODEL_STATE_BYTES * numel / limit,
         "status": outcome.status,
         "killed": outcome.killed,
         "cgroup_peak_bytes": outcome.peak,

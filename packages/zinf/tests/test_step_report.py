@@ -52,17 +52,29 @@ def test_what_happens_between_steps_counts_for_none(nvme, overlap):
 
 
 @pytest.mark.parametrize("how", ["setting", "function"])
-def test_the_norm_is_in_the_report(nvme, how):
+def test_the_norm_is_in_the_report_and_stays_with_the_optimizer(nvme, how):
     reference, _ = plain()
     reference.loss(reference.data(0)).backward()
     wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0).item()
     model = zinf.shard(make(), config(nvme))
+    assert zinf.report(model)["grad_norm"] is None
     optimizer = zinf.AdamW(model.parameters(), grad_clip=1.0 if how == "setting" else None)
     model.loss(model.data(0)).backward()
     if how == "function":
         zinf.clip_grad_norm_(model, 1.0)
     optimizer.step()
-    assert zinf.report(model)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+    assert zinf.report(model)["grad_norm"] == optimizer.grad_norm == pytest.approx(wanted, rel=1e-6)
+    optimizer.grad_clip = None
+    train(model, optimizer, [1])
+    assert zinf.report(model)["grad_norm"] is optimizer.grad_norm is None
+
+
+def test_models_of_one_optimizer_report_one_norm(nvme):
+    models = [zinf.shard(make(seed), config(nvme)) for seed in (1, 2)]
+    optimizer = zinf.AdamW([param for model in models for param in model.parameters()], grad_clip=1.0)
+    sum(model.loss(model.data(0)) for model in models).backward()
+    optimizer.step()
+    assert [zinf.report(model)["grad_norm"] for model in models] == [optimizer.grad_norm] * 2
 
 
 def test_other_models_are_refused():

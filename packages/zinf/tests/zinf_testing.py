@@ -17,6 +17,9 @@ import zinf
 HERE = Path(__file__).parent
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
+# Tiers of parameters and of optimizer states.
+EVERYWHERE = [("device", "device"), ("cpu", "cpu"), ("nvme", "nvme")]
+
 
 class Block(nn.Module):
     def __init__(self, width: int):

@@ -38,6 +38,7 @@ class Buffer(_core.TypedMemory):
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return math.prod(self.shape)
 
     def __len__(self) -> int:

@@ -132,6 +132,7 @@ class Engine:
             opened.close()
 
     def stats(self) -> Statistics:
+        """What it has done since it was made."""
         return Statistics(backend=self.backend, direct=self.direct, **self._core.counters())
 
     def latency(self, op: str, quantile: float) -> float:

@@ -142,6 +142,7 @@ class File:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._core is None
 
     def close(self) -> None:

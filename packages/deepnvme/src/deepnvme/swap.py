@@ -145,6 +145,7 @@ class Swap:
             self._leaving.append(self._stored.pop(name))
 
     def names(self) -> list[str]:
+        """Of the stored tensors, in the order in which they were first put."""
         with self._lock:
             self._drop_failed()
             return list(self._stored)

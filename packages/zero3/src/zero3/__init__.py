@@ -16,7 +16,7 @@ import torch as _torch
 from torch import nn as _nn
 
 from .errors import RankMismatchError, StaleViewError, StateError, UnsupportedError, Zero3Error
-from .external_parameters import register_external, units
+from .external_parameters import register_external
 from .full_state import load_state_dict, state_dict
 from .gathering import gathered
 from .gradient_norm import clip_grad_norm_
@@ -78,3 +78,8 @@ def full_shape(param: _torch.Tensor) -> _torch.Size:
 def missing_grads(model: _nn.Module) -> list[str]:
     """Names of trainable parameters that got no gradient, on any rank, in the last backward. Collective."""
     return _model_of(model).gradients.missing_names()
+
+
+def units(model: _nn.Module) -> list[Unit]:
+    """The model's units: `name`, `numel` (elements), `state`, `grad_state`, ... for people and tests."""
+    return list(_model_of(model).units)

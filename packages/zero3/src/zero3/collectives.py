@@ -173,4 +173,9 @@ def _mean(parts: list[Tensor]) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8: gloo knows fewer types than torch."""
-    return tensor.detach().view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor
+    if tensor.dtype == torch.uint8:
+        return tensor
+    flat = tensor.detach().view(-1)
+    if flat.stride(0) != 1:  # of a single element, whose stride may be any
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import hooks, parameter_forms
-from .partition_model import model_of
 from .tiles import tiles_of
 
 
@@ -25,8 +24,3 @@ def register_external(module: nn.Module, param: Tensor) -> None:
     slot = parameter_forms.slot_of(param)
     if not slot.unit.plain:
         hooks.add_units(slot.unit.model, module, [slot.unit])
-
-
-def units(model: nn.Module) -> list:
-    """The model's units: `name`, `numel` (elements), `state`, `grad_state`, ... for people and tests."""
-    return list(model_of(model).units)

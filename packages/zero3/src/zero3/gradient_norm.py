@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import parameter_forms
+from .errors import UnsupportedError
 from .partition_model import model_of
 
 
@@ -24,11 +25,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     parts = list(_local_gradients(model))
     squares = torch.zeros(2, dtype=torch.float64)
     for part, everywhere in parts:
-        squares[int(everywhere)] += part.double().square().sum().cpu()
+        squares[int(everywhere)] += _double(part).abs().square().sum().cpu()
     if machinery.shard_ranks > 1:
         machinery.ranks.sum(squares[:1], "the gradient norm")
     norm = squares.sum().sqrt()
-    factor = min(1.0, float(max_norm) / (float(norm) + 1e-6)) if torch.isfinite(norm) else float("nan")
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).item()
     if factor != 1.0:
         for part, _ in parts:
             part.mul_(factor)
@@ -47,6 +48,10 @@ def _local_gradients(model: nn.Module) -> Iterable[tuple[Tensor, bool]]:
             if slot.param.grad is not None:
                 shard: Any = slot.unit.model.store.gradient(slot.unit)
                 yield shard[slot.start : slot.stop], slot.unit.model.shard_ranks == 1
+
+
+def _double(part: Tensor) -> Tensor:
+    return part.to(torch.complex128 if part.is_complex() else torch.float64)
 
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm])
@@ -74,7 +79,6 @@ def intercept(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _global_norm(func: Any, args: tuple, kwargs: dict) -> Tensor:
     part = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     slot = getattr(part, "_zero3", None)
     if slot is None:
         return func(*args, **kwargs)
@@ -82,14 +86,27 @@ def _global_norm(func: Any, args: tuple, kwargs: dict) -> Tensor:
     ranks = slot.unit.model.ranks
     if slot.unit.model.shard_ranks == 1:
         return func(plain, *args[1:], **kwargs)
-    if order in (float("inf"), "inf"):
-        largest = plain.abs().max() if plain.numel() else plain.new_zeros(())
+    order = _order(func, plain, *args[1:], **kwargs)
+    if order == float("inf"):
+        largest = plain.abs().max() if plain.numel() else plain.new_zeros((), dtype=plain.dtype.to_real())
         return ranks.maximum(largest, f"the gradient norm of {slot.name}")
-    if isinstance(order, int | float) and order > 0:
-        powers = plain.double().abs().pow(order).sum()
+    if order is not None and order > 0:
+        powers = _double(plain).abs().pow(order).sum()
         ranks.sum(powers, f"the gradient norm of {slot.name}")
-        return powers.pow(1.0 / order).to(plain.dtype)
-    raise parameter_forms.UnsupportedError(
-        f"the norm of order {order!r} of a partitioned gradient ({slot.name}) is not supported; "
-        "use zero3.clip_grad_norm_, or a positive order"
+        return powers.pow(1.0 / order).to(plain.dtype.to_real())
+    raise UnsupportedError(
+        f"this norm of a partitioned gradient ({slot.name}) is not supported: only those of all elements together, of "
+        "a positive order, are. Use zero3.clip_grad_norm_, or zinf.full_grad."
     )
+
+
+def _order(func: Any, part: Tensor, *args: Any, **kwargs: Any) -> float | None:
+    """Of the norm of all elements together that a function of torch was asked for; None for a norm of another kind."""
+    asked = {**dict(zip(("order", "dim", "keepdim"), args, strict=False)), **kwargs}
+    order = asked.pop("order", asked.pop("ord", asked.pop("p", None)))
+    if any(value is not None and value is not False for value in asked.values()):
+        return None
+    if order is None or order == "fro":
+        return 2.0
+    of_a_matrix = func is torch.linalg.norm and part.dim() > 1
+    return None if of_a_matrix or order == "nuc" else float(order)

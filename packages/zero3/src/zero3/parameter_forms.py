@@ -130,6 +130,16 @@ class _Partitioned(torch.nn.Parameter):
         with torch.no_grad():
             raw_data(self).copy_(value)
 
+    def set_(self, source: Any = None, *place: Any) -> Any:
+        """As `data = source`, which parametrizations mean by it: the memory under the parameter is its unit's."""
+        if not isinstance(source, Tensor) or place:
+            raise UnsupportedError(
+                f"parameter {slots_of(self)[0].name} is partitioned: set_ takes a tensor of its shape and dtype, which "
+                "is copied"
+            )
+        self.data = source
+        return self
+
     def as_subclass(self, cls: type) -> Any:
         """torch's own asks no class whether it may."""
         slot = self._zero3
@@ -397,6 +407,6 @@ METADATA = frozenset(
 RAW_ACCESS = frozenset(
     [
         Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__,
-        Tensor.__array__, Tensor.set_,
+        Tensor.__array__,
     ]
 )  # fmt: skip

@@ -58,7 +58,8 @@ def shard(
     reduce_dtype  dtype of gradients on the wire; None: that of the gathered parameter
     timeout       seconds that a rank waits for the others
 
-    Values are rank 0's. Collective. ValueError for a wrong argument, TypeError for a model that is no module.
+    Values are rank 0's, buffers' too. Collective. ValueError for a wrong argument, TypeError for a model that is no
+    module; UnsupportedError for a sparse buffer on several ranks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -125,20 +126,38 @@ def partition(
         from .partitioned_init import materialise_from_meta
 
         materialise_from_meta(module, ranks, settings, store, device)
+    if ranks.size > 1:
+        for name, buffer in module.named_buffers():
+            _share_buffer(ranks, name, buffer.detach())
     model = PartitionedModel(module, ranks, settings, store, scheduler, device)
     hosts: dict[nn.Module, list[Unit]] = {}
     for one in group(module, settings.unit_size, model.dtypes_of):
         unit = _take_over(model, one)
         if one.host is not None:
             hosts.setdefault(one.host, []).append(unit)
-    for buffer in module.buffers():
-        if buffer.device.type != "meta":
-            ranks.broadcast(buffer.detach(), "rank 0's buffers")
     object.__setattr__(module, _MODEL, model)
     hooks.install(model, module, hosts)
     full_state.install(model, module)
     scheduler.attach(model)
     return model
+
+
+def _share_buffer(ranks: Ranks, name: str, buffer: Tensor) -> None:
+    """Rank 0's values for all, however they lie in memory."""
+    if buffer.device.type == "meta":
+        return
+    if buffer.layout is not torch.strided:
+        raise UnsupportedError(
+            f"buffer {name} is {buffer.layout}: on several ranks its values must come from rank 0, and only a dense "
+            "one can be sent. Make it dense, or keep it as a plain attribute."
+        )
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim]:
+            buffer = buffer.narrow(dim, 0, 1)  # expanded: the others are the same memory
+    values = buffer.contiguous()
+    ranks.broadcast(values, f"rank 0's values of buffer {name}")
+    if values is not buffer:
+        buffer.copy_(values)
 
 
 def _take_over(model: PartitionedModel, one: Group) -> Unit:

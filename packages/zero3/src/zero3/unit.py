@@ -222,6 +222,7 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
         return any(slot.param.requires_grad for slot in self.slots)
 
     def own_slice(self, flat: Tensor) -> Tensor:

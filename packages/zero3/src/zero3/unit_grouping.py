@@ -40,7 +40,10 @@ class Group:
 
 
 def mark_as_unit(module: nn.Module) -> None:
-    """Gather the whole subtree of `module` as one unit, whatever its size."""
+    """Gather the whole subtree of `module` as one unit, whatever its size.
+
+    Counts when the model's units are made: call it before `shard`, or before the block of `init` ends.
+    """
     setattr(module, _AS_UNIT, True)
 
 

@@ -24,10 +24,10 @@ from .checkpoint_loading import load
 from .config import Config
 from .durable_save import SaveResult, save
 from .errors import AbortedStepError, CheckpointError, ConfigError, ZinfError
-from .full_state import full_grad, full_state, set_full_state
 from .memory_centric_tiling import tiled
 from .offload_engine import engine_of as _engine_of
 from .offloaded_adamw import AdamW
+from .parameter_state import full_grad, full_state, set_full_state
 from .partitioning import init, shard
 from .safetensors_export import export
 from .safetensors_loading import load_pretrained
@@ -82,7 +82,7 @@ def report(model: _nn.Module) -> dict[str, Any]:
     placement  {parameter: {params, grads, optimizer}}: tiers
     limit      {compute, drive, link, memory}: seconds that each needs at least for such a step
     io         {backend, direct, dirs}
-    grad_norm  global norm before clipping, where it was computed
+    grad_norm  global norm before clipping, where it was computed, else None
     """
     engine, machinery = _engine_of(model)
     return engine.reporter.report(machinery)
@@ -91,7 +91,7 @@ def report(model: _nn.Module) -> dict[str, Any]:
 def clip_grad_norm_(model: _nn.Module, max_norm: float) -> _torch.Tensor:
     """Clip the global 2-norm of all gradients, over ranks and tiers; returns the norm before (0-dim, float32).
 
-    The scaling happens within the update, in the same pass over memory. Needs a zinf.AdamW. Collective.
+    With a zinf.AdamW the scaling happens within its update, in the same pass over memory. Collective.
     """
     engine, _ = _engine_of(model)
     if engine.optimizer is None:
@@ -100,6 +100,6 @@ def clip_grad_norm_(model: _nn.Module, max_norm: float) -> _torch.Tensor:
 
 
 def no_sync(model: _nn.Module) -> _Context[None]:
-    """Accumulate unreduced gradients inside: no communication; the full gradient waits in host memory."""
+    """Accumulate unreduced gradients inside: no communication; the full gradient waits on the gradients' tier."""
     _engine_of(model)
     return _zero3.no_sync(model)

@@ -88,7 +88,7 @@ def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedMode
         elif found[0][1].full_shape != shape:
             faults.append(f"{slot.name} has shape {found[0][1].full_shape}, the model {shape}")
         else:
-            faults += [fault for record, _ in found for fault in _unlike_kinds(engine, slot, record)]
+            faults += [fault for record, _ in found for fault in _unlike_kinds(slot, record)]
             places[slot] = found
     faults = list(dict.fromkeys(faults))
     used = {id(saved) for found in places.values() for _, saved in found}
@@ -98,7 +98,7 @@ def _match(manifest: Manifest, engine: OffloadEngine, machinery: PartitionedMode
     return places
 
 
-def _unlike_kinds(engine: OffloadEngine, slot: ParamSlot, record: UnitRecord) -> list[str]:
+def _unlike_kinds(slot: ParamSlot, record: UnitRecord) -> list[str]:
     for kind, dtype in unit_states.value_kinds(slot.unit.dtype).items():
         saved = record.kinds.get(kind)
         if saved is None or DTYPES[saved.dtype] is not dtype:

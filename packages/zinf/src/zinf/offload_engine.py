@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3.buffer_pool import PooledBuffer
+from zero3.errors import UnsupportedError
 from zero3.partition_model import model_of
 from zero3.partitioned_model import PartitionedModel
 from zero3.shard_store import ShardStore
@@ -204,8 +205,6 @@ class OffloadEngine(ShardStore):
 
     def optimizer_shards(self, unit: Unit) -> Tensor:
         if self.placement.optimizer == "nvme":
-            from zero3 import UnsupportedError
-
             raise UnsupportedError(
                 "the optimizer states are placed on nvme: only zinf.AdamW keeps its states there. Use it, or place "
                 "the optimizer on 'cpu' or 'device'."

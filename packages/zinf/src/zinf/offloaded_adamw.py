@@ -46,7 +46,7 @@ class AdamW(torch.optim.Optimizer):
                   overlap_optimizer="backward" the update runs in the last of them.
 
     Attributes: `skipped`, whether the last step was skipped because the norm of the gradients was not finite;
-    `grad_norm`, the global norm before clipping, where it was computed, else None.
+    `grad_norm`, the global norm before the last clipping, or None, where the last step did without one.
 
     TypeError for parameters of other models, and of dtypes that `cpu_adam.step` does not update (complex, float64);
     ValueError for settings out of range.
@@ -76,6 +76,7 @@ class AdamW(torch.optim.Optimizer):
         self.accumulate = accumulate
         self.skipped = False
         self.grad_norm: float | None = None
+        self._measured = False  # `grad_norm` is of the gradients since the last step
         self._clip_factor = 1.0
         self._settings: dict[Unit, dict[int, dict[str, Any] | None]] = {}
         self.loss_scale = LossScale(next(iter(self._engines)).config.loss_scale)
@@ -191,12 +192,15 @@ class AdamW(torch.optim.Optimizer):
             return slot.has_grad and (not own or slot.owner in self.state)
 
         squares = sum(gradient_norm.norm(engine, model.units, counts) ** 2 for engine, model in self._engines.items())
-        self.grad_norm = math.sqrt(squares) * self.pending_factor
+        self.grad_norm, self._measured = math.sqrt(squares) * self.pending_factor, True
         return self.grad_norm
 
     def _step_ends(self) -> None:
         self._clip_factor = 1.0
         self._settings.clear()
+        if not self._measured:
+            self.grad_norm = None
+        self._measured = False
         for engine, model in self._engines.items():
             model.scheduler.optimizer_stepped()
             engine.reporter.step_ended(model, self)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .full_state import set_full_state
+from .parameter_state import set_full_state
 from .unit_states import MOMENTS
 
 if TYPE_CHECKING:

@@ -151,7 +151,7 @@ class OptimizerStream:
                 loaded.states["grad"] = gradient[start:stop]
             with self._spans.running("optimizer", unit.name):
                 for run in runs:
-                    _adam(unit, loaded.states, run, grad_scale)
+                    _adam(loaded.states, run, grad_scale)
             if param_out is not None:
                 param_out[start:stop].copy_(loaded.states["param"])
             self._store(piece, loaded)
@@ -321,7 +321,7 @@ def _runs(piece: Piece, settings: SlotSettings) -> list[_Run]:
     return runs
 
 
-def _adam(unit: Unit, states: Mapping[str, Tensor], run: _Run, grad_scale: float) -> None:
+def _adam(states: Mapping[str, Tensor], run: _Run, grad_scale: float) -> None:
     part = {kind: tensor[run.start : run.stop] for kind, tensor in states.items()}
     first = run.segments[0][2]
     param = part["param"]

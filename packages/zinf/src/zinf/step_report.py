@@ -46,7 +46,6 @@ class Reporter:
         spans = self._engine.tiers.spans.take()
         self._last = self._make(model, spans, now - self._began)
         self._last["grad_norm"] = optimizer.grad_norm
-        optimizer.grad_norm = None
         self._between_steps = True
 
     def report(self, model: PartitionedModel) -> dict[str, Any]:
@@ -71,6 +70,7 @@ class Reporter:
             "placement": self._placement(model),
             "limit": self._limit(model, measured, covered(spans, "nc", "write")),
             "io": self._io(),
+            "grad_norm": None,  # before the first step
         }
         if reset:
             scheduler.hits = scheduler.misses = 0

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from zero3.partition_model import model_of
-
-from .offload_engine import OffloadEngine
+from .offload_engine import engine_of
 from .spans import Span
 
 # One row a stage, in the order in which a unit passes them.
@@ -23,12 +21,10 @@ _ROWS = ("nc", "cg", "gg", "stall", "reduce", "optimizer", "write")
 def trace(model: nn.Module, path: str | os.PathLike) -> Iterator[None]:
     """Write a timeline of what happens inside the block to `path`, when the block ends.
 
-    Open it at ui.perfetto.dev or chrome://tracing. On several ranks give each its own path.
+    Open it at ui.perfetto.dev or chrome://tracing. On several ranks give each its own path. TypeError for a model that
+    is none of zinf's.
     """
-    machinery = model_of(model)
-    engine = machinery.store
-    if not isinstance(engine, OffloadEngine):
-        raise TypeError("the model is not a zinf model: build it with zinf.init or zinf.shard")
+    engine, machinery = engine_of(model)
     spans: list[Span] = []
     lock = threading.Lock()  # the drive's spans end in its own thread
 

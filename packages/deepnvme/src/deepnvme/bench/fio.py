@@ -58,7 +58,8 @@ def measure(
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return record | {"why_not": (done.stderr or done.stdout).strip().splitlines()[-1]}
-    return record | _figures(_report(done.stdout)["jobs"][0], space)
+    # fio does not fall back: where it ran, it ran as it was told.
+    return record | {"direct": point.direct is not False} | _figures(_report(done.stdout)["jobs"][0], space)
 
 
 def _report(output: str) -> dict[str, Any]:

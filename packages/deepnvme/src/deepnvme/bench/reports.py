@@ -60,8 +60,6 @@ def print_table(report: Report) -> None:
 
 def way(record: dict[str, Any]) -> str:
     """Whether a record's bytes really met the drive."""
-    if "direct" not in record:
-        return ""  # fio's record
     return "direct" if record["direct"] else "page cache"
 
 

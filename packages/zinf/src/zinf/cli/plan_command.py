@@ -89,7 +89,7 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         f"{model['parameters']:,} parameters: {model['layers']} layers, hidden {model['hidden']}, "
         f"{model['heads']} heads; {model['batch_per_device']} x {model['seq']} tokens a device",
-        f"on {cluster['nodes']} x {cluster['machine']} ({cluster['devices']} devices; {cluster['source']})",
+        f"on {cluster['nodes']} x {cluster['machine']} (devices: {cluster['devices']}; {cluster['source']})",
         "",
         "Memory of the model (activations: of one device)",
         *(_row(_words(name), _size(nbytes)) for name, nbytes in result["memory"].items()),
@@ -119,7 +119,8 @@ def _bandwidth_row(result: dict[str, Any], kind: str) -> str:
     rate = result["speed"]["bandwidth_per_device"][kind]
     has = f"{rate / 1e9:,.1f} GB/s" if rate else "in place"
     share = f"{100 * result['speed']['efficiency'][kind]:.1f} %"
-    return _row(_words(kind), f"{intensity:,.0f} operations a byte; {has}: efficiency {share}")
+    half = f"{result['speed']['bandwidth_for_half_efficiency'][kind] / 1e9:,.3g} GB/s for 50 %"
+    return _row(_words(kind), f"{intensity:,.0f} operations a byte; {has}: efficiency {share}; {half}")
 
 
 def _row(name: str, figure: str) -> str:

@@ -100,7 +100,7 @@ _FILE = click.Path(path_type=Path)
     "--overlap-optimizer",
     default=None,
     type=click.Choice(["next-forward", "backward", "false"]),
-    help="When the update runs; the numbers are the same.",
+    help="When the update runs; the numbers are the same.  [default: next-forward]",
 )
 @click.option(
     "--out",

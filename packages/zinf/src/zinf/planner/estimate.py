@@ -145,6 +145,8 @@ def _grads_tier(workload: Workload, machine: Machine, ranks: int) -> str:
 def speed(workload: Workload, machine: Machine, *, nodes: int, preset: str) -> dict[str, Any]:
     """Bandwidth that a device has for each kind of data, the efficiency it allows, and seconds of an iteration.
 
+    Beside it the bandwidth that would allow an efficiency of a half.
+
     `one_after_another` adds all times up (the paper's efficiency model); `overlapped` is the longest of them, which
     no schedule can beat.
     """
@@ -171,6 +173,9 @@ def speed(workload: Workload, machine: Machine, *, nodes: int, preset: str) -> d
     return {
         "bandwidth_per_device": {kind: _finite(rate) for kind, rate in bandwidths.items()},
         "efficiency": efficiencies,
+        "bandwidth_for_half_efficiency": {
+            kind: bandwidth.bandwidth_for(efficiency=0.5, ait=intensity[kind], peak=machine.peak) for kind in bandwidths
+        },
         "seconds": {**seconds, "one_after_another": in_turn, "overlapped": overlapped},
         "flops_per_second_per_device": {
             "one_after_another": needs["flops_per_iteration"] / in_turn,

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 import zero3
 import zinf
+from zinf.planner.memory import MODEL_STATE_BYTES
 from zinf.training.loop import Outcome
 from zinf.training.sampling import printable
 from zinf.training.settings import DTYPES
 from zinf.unit_states import state_bytes
-
-PAPER_BYTES_PER_PARAMETER = 20  # fp16 weight 2, fp16 gradient 2, fp32 moments 8, weight 4, gradient 4: section 3
 
 
 def peak_process_bytes() -> int:
@@ -48,7 +47,11 @@ def _memory(outcome: Outcome, baseline_bytes: int) -> str:
     run = outcome.run
     numel = run.inputs.task.numel
     lines = [
-        _row("by the paper's count", _size(PAPER_BYTES_PER_PARAMETER * numel), f"20 bytes x {numel:,} parameters"),
+        _row(
+            "by the paper's count",
+            _size(MODEL_STATE_BYTES * numel),
+            f"{MODEL_STATE_BYTES} bytes x {numel:,} parameters",
+        ),
         *(
             _row(f"on {tier}" if tier == "nvme" else f"in {tier} memory", _size(nbytes), ", ".join(kinds))
             for tier, (nbytes, kinds) in sorted(_states_by_tier(outcome).items())

@@ -1,4 +1,4 @@
-"""Full float32 tensors of one parameter, for looking and for setting; whichever tier they lie on."""
+"""The states of one parameter as whole float32 tensors, for looking and for setting; whichever tier they lie on."""
 
 from __future__ import annotations
 
