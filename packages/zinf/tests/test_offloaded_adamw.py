@@ -67,6 +67,43 @@ def test_what_is_thawed_later_gets_its_moments_then(nvme, tier, overlap):
     assert_same(state_of(model), state_of(reference))
 
 
+@pytest.mark.parametrize("grads", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_group_of_another_model_is_trained_too(nvme, grads, overlap):
+    references, models = [make(seed) for seed in (1, 2)], [make(seed) for seed in (1, 2)]
+    for model in models:
+        zinf.shard(model, config(nvme, grads=grads, overlap_optimizer=overlap))
+    losses = []
+    for (first, second), kind in ((references, CPUAdam), (models, zinf.AdamW)):
+        optimizer = kind(first.parameters(), **SETTINGS)
+        optimizer.add_param_group({"params": list(second.parameters()), "lr": 3e-3})
+        for step in range(3):
+            loss = first.loss(first.data(step)) + second.loss(second.data(step))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[3:] == losses[:3]
+    for model, reference in zip(models, references, strict=True):
+        assert_same(state_of(model), state_of(reference))
+
+
+def test_a_group_that_is_refused_adds_nothing(nvme):
+    model, scaled = zinf.shard(make(), config(nvme)), zinf.shard(make(2), config(nvme, loss_scale=8.0))
+    at_once = zinf.shard(make(3), config(nvme, overlap_optimizer="backward"))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS, grad_clip=1.0)
+    with pytest.raises(zinf.ConfigError, match="loss_scale, which is None, 8.0"):
+        optimizer.add_param_group({"params": scaled.parameters()})
+    with pytest.raises(zinf.ConfigError, match="norm"):
+        optimizer.add_param_group({"params": at_once.parameters()})
+    with pytest.raises(TypeError, match="not a zinf model|partitioned"):
+        optimizer.add_param_group({"params": make().parameters()})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+    for other in (scaled, at_once):
+        zinf.AdamW(other.parameters())  # nobody has charge of them
+
+
 @pytest.mark.parametrize("settings", [
     {"lr": -1.0}, {"lr": float("inf")}, {"lr": float("nan")}, {"lr": "fast"}, {"eps": None}, {"weight_decay": -0.1},
     {"betas": 0.9}, {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"betas": ("a", "b")}, {"grad_clip": 0.0},
