@@ -144,6 +144,8 @@ class OffloadEngine(ShardStore):
         if stop <= start:
             return
         self.before_use(unit)
+        if self.updates is not None:
+            self.updates.values_change(unit)
         first, last = start // PIECE * PIECE, min(-(-stop // PIECE) * PIECE, unit.shard_numel)
         for begin in range(first, last, PIECE):
             end = min(begin + PIECE, last)

@@ -160,6 +160,10 @@ class AdamW(torch.optim.Optimizer):
         """Whether any parameter of `unit` is ours. The gradients of others are not touched, as in torch."""
         return any(slot.owner in self.state for slot in unit.slots)
 
+    def owns_all(self, unit: Unit) -> bool:
+        """Whether every trainable parameter of `unit` is ours."""
+        return all(slot.owner in self.state or not slot.param.requires_grad for slot in unit.slots)
+
     # -- the step --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
