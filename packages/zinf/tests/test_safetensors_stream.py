@@ -78,6 +78,64 @@ def test_files_are_cut_by_size_with_an_index(tmp_path, nvme, monkeypatch):
     assert all(torch.equal(tensor, plain[name]) for name, tensor in other.state_dict().items())
 
 
+def test_an_export_takes_the_place_of_one_in_other_files(tmp_path, nvme, monkeypatch):
+    """Whichever reader looks finds the newest weights; files that are no weights of ours stay."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"another's")
+    model, optimizer = offloaded(config(nvme))
+    model.eval()
+    for step, file_bytes in enumerate((10**9, 4000, 9000, 10**9)):
+        train(model, optimizer, [step])
+        monkeypatch.setattr(safetensors_export._Writer.__init__, "__defaults__", (file_bytes,))
+        zinf.export(model, folder)
+        (folder / "adapter_model.safetensors").rename(tmp_path / "kept")
+        wanted, index = state_of(model), folder / "model.safetensors.index.json"
+        files = {path.name for path in folder.iterdir()}
+        if file_bytes == 10**9:
+            assert files == {"model.safetensors"}
+        else:
+            assert files == {index.name, *json.loads(index.read_text())["weight_map"].values()}
+        del wanted["head.weight"]
+        found = folder_tensors(folder)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        (tmp_path / "kept").rename(folder / "adapter_model.safetensors")
+
+
+def test_of_both_layouts_the_one_file_counts_as_for_transformers(tmp_path, nvme):
+    save_file(make(3).state_dict() | {"head.weight": torch.zeros(40, 16)}, tmp_path / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(make().state_dict(), "other.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    one = make(4).state_dict()
+    del one["head.weight"]
+    save_file(one, tmp_path / "model.safetensors")
+    model = zinf.shard(make(), config(nvme))
+    zinf.load_pretrained(model, tmp_path)
+    found = state_of(model)
+    assert all(torch.equal(found[name], value) for name, value in one.items())
+
+
+def test_a_buffer_that_two_modules_have_is_found_under_either_name(tmp_path, nvme):
+    def two():
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        model["a"].register_buffer("table", torch.arange(4.0))
+        model["b"].register_buffer("table", model["a"].table)
+        return model
+
+    model = zinf.shard(two(), config(nvme))
+    model["a"].table += 1
+    zinf.export(model, tmp_path)
+    other = zinf.shard(two(), config(nvme))
+    assert zinf.load_pretrained(other, tmp_path) == ([], [])
+    assert torch.equal(other["b"].table, torch.arange(4.0) + 1)
+    values = load_file(tmp_path / "model.safetensors")
+    values["b.table"] = values.pop("a.table") + 1
+    save_file(values, tmp_path / "model.safetensors")
+    assert zinf.load_pretrained(other, tmp_path) == ([], [])
+    assert torch.equal(other["a"].table, torch.arange(4.0) + 2)
+
+
 @pytest.mark.parametrize(("params", "optimizer"), EVERYWHERE)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

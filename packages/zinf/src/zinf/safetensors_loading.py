@@ -170,10 +170,11 @@ def _own_parts(unit: Unit, start: int, stop: int) -> Iterator[tuple[ParamSlot, i
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that have several."""
+    """Names of parameters, and of buffers, that have several."""
     names: dict[Tensor, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+    for tensors in (model.named_parameters, model.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
     return [group for group in names.values() if len(group) > 1]
 
 
@@ -224,7 +225,7 @@ class _Folder:
 
 def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
     """(tensor, file) of all tensors. File names that lead out of the folder are refused."""
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # of both, transformers takes the one file
         try:
             weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
