@@ -112,7 +112,9 @@ class MovingBlocks(nn.Module):
     def __init__(self, by_hand=False):
         super().__init__()
         blocks = [nn.Sequential(Moving(), Moving()) for _ in range(3)]
-        self.blocks = nn.ModuleDict({str(n): block for n, block in enumerate(blocks)}) if by_hand else nn.ModuleList(blocks)
+        self.blocks = (
+            nn.ModuleDict({str(n): block for n, block in enumerate(blocks)}) if by_hand else nn.ModuleList(blocks)
+        )
         self.by_hand = by_hand
 
     def forward(self, x):

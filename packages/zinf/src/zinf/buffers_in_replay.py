@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_Place = tuple[dict[str, Tensor | None], str, Tensor | None]
+"""A buffer: the dict that holds it, its name in there, its value."""
 
 # Bytes up to which a buffer's copy is kept until backward, changed or not: a channel's statistics are that small.
 _SMALL = 64 << 10
@@ -21,7 +23,7 @@ class Replayable:
 
     def __init__(self, module: nn.Module, fn: Callable):
         self._module, self._fn = module, fn
-        self._found: list[tuple[dict[str, Tensor | None], str, Tensor | None]] | None = None  # of what fn may have changed
+        self._found: list[_Place] | None = None  # what fn may have changed since
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._first if self._found is None else self._again)(*args, **kwargs)
@@ -75,8 +77,8 @@ def _may_differ(buffer: Tensor, version: int | None) -> bool:
     return buffer._version != version or buffer.nbytes <= _SMALL
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
-    """(the dict that holds it, name in there, value) of every buffer that training can change."""
+def _buffers(module: nn.Module) -> Iterator[_Place]:
+    """All buffers that training can change."""
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is None or not torch.is_inference(buffer):
