@@ -224,7 +224,7 @@ def test_the_timeline_and_metrics_lie_where_they_are_wanted(tmp_path):
         (("--lr", "inf"), "'--lr': inf is no number"),
         (("--lr", "nan"), "'--lr': nan is no number"),
         (("--grad-clip", "nan"), "'--grad-clip': nan is no number"),
-        (("--seed", 2**64), "'--seed'"),
+        (("--seed", str(2**64)), "'--seed'"),
         (("--data", "empty"), "empty"),
         (("--data", "short", "--seq", "64"), "validation text"),
         (("--data", "short", "--batch", "40", "--seq", "16"), "longer than the training text of 540"),

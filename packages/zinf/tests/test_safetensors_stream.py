@@ -121,6 +121,7 @@ def test_a_buffer_that_two_modules_have_is_found_under_either_name(tmp_path, nvm
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
         model["a"].register_buffer("table", torch.arange(4.0))
         model["b"].register_buffer("table", model["a"].table)
+        model["b"].register_buffer("unsaved", model["a"].table, persistent=False)
         return model
 
     model = zinf.shard(two(), config(nvme))
