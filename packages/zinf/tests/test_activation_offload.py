@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 from torch import nn
-from zinf_testing import SETTINGS, config
+from zinf_testing import SETTINGS, assert_same, config, state_of
 
 import zero3
 import zinf
+from cpu_adam.torch import CPUAdam
 
 TIERS = ["device", "cpu", "nvme"]
 
@@ -85,6 +86,69 @@ def test_checkpoint_outside_of_any_model_is_torch_s():
     x = torch.randn(2, 4, requires_grad=True)
     zinf.checkpoint(layer, x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 4))
+
+
+class Moving(nn.Module):
+    """Buffers that forward changes in place, replaces, makes, and uses before it does so; one is known twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.linear.register_buffer("also_calls", self.calls)
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        y = self.norm(self.linear(x)) - self.mean * (1 + self.linear.also_calls)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.last = self.mean if self.last is None else self.last + self.mean
+        return torch.tanh(y)
+
+
+class MovingBlocks(nn.Module):
+    def __init__(self, by_hand=False):
+        super().__init__()
+        blocks = [nn.Sequential(Moving(), Moving()) for _ in range(3)]
+        self.blocks = (
+            nn.ModuleDict({str(n): block for n, block in enumerate(blocks)}) if by_hand else nn.ModuleList(blocks)
+        )
+        self.by_hand = by_hand
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks.values() if self.by_hand else self.blocks):
+            if not self.by_hand:
+                x = x + block(x)
+            else:  # of a module, and of a method
+                x = x + zinf.checkpoint(block if number else block.forward, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("tier", TIERS)
+def test_buffers_of_a_block_that_runs_again_are_plain_torchs(nvme, tier, by_hand):
+    torch.manual_seed(0)
+    model = zinf.shard(MovingBlocks(by_hand), config(nvme, activations=tier))
+    torch.manual_seed(0)
+    plain = MovingBlocks()
+    optimizers = zinf.AdamW(model.parameters(), **SETTINGS), CPUAdam(plain.parameters(), **SETTINGS)
+    for step in range(3):
+        x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
+        found = []
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            loss = one(x)
+            loss.backward(retain_graph=step == 1)
+            if step == 1:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        assert found[0] == found[1]
+    assert_same(state_of(model), state_of(plain))
+    for ours, its in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, its)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from zinf.checkpoint_format import Manifest
 from zinf.cli import main
 from zinf.models.gpt import GPT
 from zinf.models.model_names import parse_model
@@ -155,6 +156,23 @@ def test_resume_with_other_settings_is_refused(tmp_path):
     assert names(tmp_path) == before
 
 
+@pytest.mark.parametrize("extra", [None, {"step": 1}, [1]])
+def test_a_checkpoint_that_is_none_of_the_command_is_not_resumed(tmp_path, extra):
+    train(tmp_path / "out", "--steps", 1)
+    checkpoint = tmp_path / "out" / "checkpoint-000001"
+    manifest = Manifest.decode((checkpoint / "manifest.json").read_bytes())
+    manifest.extra = extra
+    (checkpoint / "manifest.json").write_bytes(manifest.encode())
+    found = run("train", "--out", tmp_path / "out", *SMALL, *QUICK, "--steps", 2, "--resume")
+    assert found.exit_code == 2
+    assert "is not one of `zinf train`" in found.stderr
+
+
+def test_a_run_that_diverges_ends_as_any_other(tmp_path):
+    found = train(tmp_path / "out", "--steps", 6, "--warmup", 0, "--lr", "1e30")
+    assert "nan after 6 steps" in found.stdout
+
+
 def test_a_new_run_in_a_used_folder_sets_the_earlier_one_aside(tmp_path):
     train(tmp_path / "out", "--steps", 2)
     found = train(tmp_path / "out", "--steps", 1)
@@ -203,6 +221,10 @@ def test_the_timeline_and_metrics_lie_where_they_are_wanted(tmp_path):
     ("arguments", "words"),
     [
         (("--data", "absent"), "absent: No such file"),
+        (("--lr", "inf"), "'--lr': inf is no number"),
+        (("--lr", "nan"), "'--lr': nan is no number"),
+        (("--grad-clip", "nan"), "'--grad-clip': nan is no number"),
+        (("--seed", str(2**64)), "'--seed'"),
         (("--data", "empty"), "empty"),
         (("--data", "short", "--seq", "64"), "validation text"),
         (("--data", "short", "--batch", "40", "--seq", "16"), "longer than the training text of 540"),

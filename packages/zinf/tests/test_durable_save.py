@@ -8,6 +8,7 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from zinf_testing import SETTINGS, ManyDtypes, assert_same, config, full_states, make, offloaded, state_of, train
@@ -212,6 +213,53 @@ def test_groups_counters_and_schedule_come_back(nvme, tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.1]
     assert optimizer.param_groups[1]["betas"] == (0.8, 0.99)
     assert run(model, optimizer, scheduler, range(5, 10)) == wanted[5:]
+
+
+def test_moments_of_what_is_frozen_when_it_is_loaded(nvme, tmp_path):
+    """They were saved; thawed later, it goes on with them."""
+    model, optimizer, folder = saved(nvme, tmp_path)
+    model.blocks[0].requires_grad_(False)
+    wanted = train(model, optimizer, [3])
+    model.blocks[0].requires_grad_(True)
+    wanted += train(model, optimizer, [4, 5])
+    resumed = make(seed=7)
+    resumed.blocks[0].requires_grad_(False)
+    zinf.shard(resumed, config(nvme))
+    its_optimizer = zinf.AdamW(resumed.parameters(), **SETTINGS)
+    zinf.load(folder, resumed, its_optimizer)
+    found = train(resumed, its_optimizer, [3])
+    resumed.blocks[0].requires_grad_(True)
+    found += train(resumed, its_optimizer, [4, 5])
+    assert found == wanted
+    assert_same(full_states(resumed), full_states(model))
+
+
+@pytest.mark.parametrize("rate", [torch.tensor(3e-3), np.float32(3e-3), np.float64(3e-3), -1e-18])
+def test_rates_of_every_kind_come_back(nvme, tmp_path, rate):
+    """Tensors, numbers of numpy's, and what a schedule that ends at 0 leaves."""
+    model, optimizer = offloaded(config(nvme))
+    optimizer.param_groups[0].update(lr=rate, initial_lr=rate, role="all", betas=(torch.tensor(0.5), 0.75))
+    train(model, optimizer, 2)
+    zinf.save(tmp_path, model, optimizer)
+    wanted = train(model, optimizer, range(2, 4))
+    for lr in (1.0, torch.tensor(1.0)):
+        model, optimizer = offloaded(config(nvme), seed=2)
+        optimizer.param_groups[0]["lr"] = lr
+        zinf.load(tmp_path, model, optimizer)
+        group = optimizer.param_groups[0]
+        assert group["lr"] == group["initial_lr"] == rate
+        assert (group["role"], group["betas"]) == ("all", (0.5, 0.75))
+        assert isinstance(lr, float) or group["lr"] is lr
+        assert train(model, optimizer, range(2, 4)) == wanted
+
+
+def test_a_setting_that_cannot_be_kept_is_named(nvme, tmp_path):
+    model, optimizer = offloaded(config(nvme))
+    optimizer.param_groups[0]["schedule"] = print
+    for background in (False, True):
+        with pytest.raises(TypeError, match="'schedule' of parameter group 0 cannot be kept"):
+            zinf.save(tmp_path, model, optimizer, background=background)
+    assert checkpoints(tmp_path) == []
 
 
 schedules = torch.optim.lr_scheduler

@@ -1,4 +1,5 @@
 import json
+import os
 
 from zinf.training.metrics import MetricsFile
 
@@ -54,6 +55,26 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
 def test_a_resumed_run_without_a_file_makes_one(tmp_path):
     _write(tmp_path / "m.jsonl", [8], keep_through_step=7)
     assert _steps(tmp_path / "m.jsonl") == [8]
+
+
+def test_a_pipe_gets_the_lines_and_stays_a_pipe(tmp_path):
+    """As a device does: /dev/null would be a file for everybody from then on."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    _write(path, [1, 2], keep_through_step=0)
+    assert [json.loads(line)["step"] for line in os.read(reader, 1000).splitlines()] == [1, 2]
+    os.close(reader)
+    assert path.is_fifo()
+
+
+def test_what_is_no_text_is_dropped(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, [1, 2])
+    with path.open("ab") as file:
+        file.write(b"\xff\x00\n")
+    _write(path, [3], keep_through_step=2)
+    assert _steps(path) == [1, 2, 3]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):

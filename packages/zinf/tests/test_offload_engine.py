@@ -59,6 +59,24 @@ def test_the_drive_is_empty_when_the_model_is_gone(nvme):
     assert list(nvme.iterdir()) == []
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_of_models_made_in_one_init_each_lives_and_goes_by_itself(nvme, tier):
+    with zinf.init(config(nvme, tier, "cpu", tier)):
+        first, second = make(1), make(2)
+        nn.Linear(30, 30)  # thrown away at once
+    tiers = first._zero3_model.store.tiers
+    kept = tiers.of(tier).nbytes
+    del first
+    gc.collect()
+    assert 0 < tiers.of(tier).nbytes <= kept * 0.6
+    reference = make(2)
+    opt = zinf.AdamW(second.parameters(), **SETTINGS)
+    assert train(second, opt, 2) == train(reference, CPUAdam(reference.parameters(), **SETTINGS), 2)
+    del second, opt
+    gc.collect()
+    assert tiers.nvme is None or tiers.nvme._closed
+
+
 @pytest.mark.parametrize("grads", TIERS)
 def test_gradients_that_user_code_changes(nvme, grads):
     """In place, replaced, and taken away: as in plain torch, on every tier."""

@@ -51,6 +51,66 @@ def test_grad_clip_measures_the_optimizers_own_parameters(nvme, overlap):
         torch.testing.assert_close(model.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unit_size", ["1MiB", "3KiB"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_of_torchs_trains_the_others(nvme, overlap, unit_size, dtype):
+    """Parameters of the two lie in one unit, whose gradient is in the narrow dtype."""
+
+    def run(model, adamw):
+        others = [model.embedding.weight, model.blocks[0].up.weight, model.norm.bias]
+        rest = [param for param in model.parameters() if all(param is not other for other in others)]
+        optimizers = [adamw(rest, **SETTINGS), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+        losses = []
+        for step in range(4):
+            loss = model.loss(model.data(step))
+            loss.backward()
+            losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return losses
+
+    reference = make()
+    wanted = run(reference, CPUAdam)
+    cfg = config(nvme, "cpu", "cpu", "cpu", overlap_optimizer=overlap, unit_size=unit_size, dtype=dtype)
+    model = zinf.shard(make(), cfg)
+    found = run(model, zinf.AdamW)
+    if dtype is torch.float32:
+        assert found == wanted
+        assert_same(state_of(model), state_of(reference))
+    else:
+        assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_what_forward_writes_into_its_parameters_comes_before_the_update(nvme, tier, overlap, whole):
+    """An embedding's max_norm, in a unit that stays gathered until backward and in one that does not."""
+
+    def build():
+        torch.manual_seed(0)
+        layers = torch.nn.Embedding(30, 16, max_norm=0.5), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        return torch.nn.Sequential(*layers)
+
+    reference = build()
+    model = zinf.shard(build(), config(nvme, tier, "cpu", tier, overlap_optimizer=overlap,
+                                       unit_size="1MiB" if whole else "1KiB"))  # fmt: skip
+    optimizers = zinf.AdamW(model.parameters(), **SETTINGS), CPUAdam(reference.parameters(), **SETTINGS)
+    for step in range(5):
+        losses = []
+        for one, optimizer in zip((model, reference), optimizers, strict=True):
+            loss = one(torch.arange(step, step + 9)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1], step
+    assert_same(state_of(model), state_of(reference))
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_what_is_thawed_later_gets_its_moments_then(nvme, tier, overlap):
@@ -65,6 +125,43 @@ def test_what_is_thawed_later_gets_its_moments_then(nvme, tier, overlap):
         found += train(one, optimizer, range(2, 4))
     assert losses[1] == losses[0]
     assert_same(state_of(model), state_of(reference))
+
+
+@pytest.mark.parametrize("grads", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_group_of_another_model_is_trained_too(nvme, grads, overlap):
+    references, models = [make(seed) for seed in (1, 2)], [make(seed) for seed in (1, 2)]
+    for model in models:
+        zinf.shard(model, config(nvme, grads=grads, overlap_optimizer=overlap))
+    losses = []
+    for (first, second), kind in ((references, CPUAdam), (models, zinf.AdamW)):
+        optimizer = kind(first.parameters(), **SETTINGS)
+        optimizer.add_param_group({"params": list(second.parameters()), "lr": 3e-3})
+        for step in range(3):
+            loss = first.loss(first.data(step)) + second.loss(second.data(step))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[3:] == losses[:3]
+    for model, reference in zip(models, references, strict=True):
+        assert_same(state_of(model), state_of(reference))
+
+
+def test_a_group_that_is_refused_adds_nothing(nvme):
+    model, scaled = zinf.shard(make(), config(nvme)), zinf.shard(make(2), config(nvme, loss_scale=8.0))
+    at_once = zinf.shard(make(3), config(nvme, overlap_optimizer="backward"))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS, grad_clip=1.0)
+    with pytest.raises(zinf.ConfigError, match=r"loss_scale, which is None, 8\.0"):
+        optimizer.add_param_group({"params": scaled.parameters()})
+    with pytest.raises(zinf.ConfigError, match="norm"):
+        optimizer.add_param_group({"params": at_once.parameters()})
+    with pytest.raises(TypeError, match="partitioned"):
+        optimizer.add_param_group({"params": make().parameters()})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+    for other in (scaled, at_once):
+        zinf.AdamW(other.parameters())  # nobody has charge of them
 
 
 @pytest.mark.parametrize("settings", [

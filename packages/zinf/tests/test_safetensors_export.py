@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from zinf_testing import EVERYWHERE, config, make, offloaded, train
+from zinf_testing import EVERYWHERE, config, make, offloaded, state_of, train
 
 import zero3
 import zinf
@@ -63,6 +63,31 @@ def test_files_are_cut_by_size_with_an_index(tmp_path, nvme, monkeypatch):
     other = zinf.shard(make(seed=9), config(nvme))
     zinf.load_pretrained(other, tmp_path)
     assert all(torch.equal(tensor, plain[name]) for name, tensor in other.state_dict().items())
+
+
+def test_an_export_takes_the_place_of_one_in_other_files(tmp_path, nvme, monkeypatch):
+    """Whichever reader looks finds the newest weights; files that are no weights of ours stay."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"another's")
+    model, optimizer = offloaded(config(nvme))
+    model.eval()
+    for step, file_bytes in enumerate((10**9, 4000, 9000, 10**9)):
+        train(model, optimizer, [step])
+        monkeypatch.setattr(safetensors_export._Writer.__init__, "__defaults__", (file_bytes,))
+        zinf.export(model, folder)
+        (folder / "adapter_model.safetensors").rename(tmp_path / "kept")
+        wanted, index = state_of(model), folder / "model.safetensors.index.json"
+        files = {path.name for path in folder.iterdir()}
+        if file_bytes == 10**9:
+            assert files == {"model.safetensors"}
+        else:
+            assert files == {index.name, *json.loads(index.read_text())["weight_map"].values()}
+        del wanted["head.weight"]
+        found = folder_tensors(folder)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        (tmp_path / "kept").rename(folder / "adapter_model.safetensors")
 
 
 def test_a_checkpoint_is_exported_without_the_model(tmp_path, nvme):

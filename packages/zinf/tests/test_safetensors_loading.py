@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 from zinf_testing import EVERYWHERE, ManyDtypes, config, make, offloaded, state_of, train
 
 import zero3
@@ -23,6 +24,40 @@ def test_parameters_and_buffers_of_other_dtypes(tmp_path, nvme, tier):
     for name, value in wanted.items():
         assert found[name].dtype is value.dtype
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_of_both_layouts_the_one_file_counts_as_for_transformers(tmp_path, nvme):
+    save_file(make(3).state_dict() | {"head.weight": torch.zeros(40, 16)}, tmp_path / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(make().state_dict(), "other.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    one = make(4).state_dict()
+    del one["head.weight"]
+    save_file(one, tmp_path / "model.safetensors")
+    model = zinf.shard(make(), config(nvme))
+    zinf.load_pretrained(model, tmp_path)
+    found = state_of(model)
+    assert all(torch.equal(found[name], value) for name, value in one.items())
+
+
+def test_a_buffer_that_two_modules_have_is_found_under_either_name(tmp_path, nvme):
+    def two():
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        model["a"].register_buffer("table", torch.arange(4.0))
+        model["b"].register_buffer("table", model["a"].table)
+        model["b"].register_buffer("unsaved", model["a"].table, persistent=False)
+        return model
+
+    model = zinf.shard(two(), config(nvme))
+    model["a"].table += 1
+    zinf.export(model, tmp_path)
+    other = zinf.shard(two(), config(nvme))
+    assert zinf.load_pretrained(other, tmp_path) == ([], [])
+    assert torch.equal(other["b"].table, torch.arange(4.0) + 1)
+    values = load_file(tmp_path / "model.safetensors")
+    values["b.table"] = values.pop("a.table") + 1
+    save_file(values, tmp_path / "model.safetensors")
+    assert zinf.load_pretrained(other, tmp_path) == ([], [])
+    assert torch.equal(other["a"].table, torch.arange(4.0) + 2)
 
 
 @pytest.mark.parametrize(("params", "optimizer"), EVERYWHERE)

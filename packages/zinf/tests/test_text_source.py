@@ -49,6 +49,10 @@ def test_a_jsonl_file_has_a_document_a_line(tmp_path):
         (b"[]", "line 2 has neither"),
         (b'{"text": "cut', "line 2 is no JSON"),
         (b'{"text": "\xff"}', "line 2 is no UTF-8"),
+        (b'{"text": "\\ud83d"}', r"line 2 holds '\\ud83d', half of a character"),
+        (b'{"messages": [{"role": "user", "content": [{"text": "\\ude00"}]}]}', "line 2 holds"),
+        (b"[" * 100_000, "line 2 is no JSON"),
+        (b'{"text": "one", "id": ' + b"9" * 5000 + b"}", "line 2 is no JSON"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path, line, words):

@@ -91,7 +91,7 @@ def _present(units: dict[Unit, list[ParamSlot]]) -> None:
             unit.model.release(unit, force=True)
         shard = unit.model.store.optimizer_shards(unit)
         for slot in slots:
-            grad = slot.piece_of(stored) if stored is not None and slot.has_grad else None
+            grad = slot.piece_of(stored).to(shard.dtype) if stored is not None and slot.has_grad else None
             parameter_forms.present_piece(slot, slot.piece_of(shard), grad)
             unit.model.pieces[slot] = grad is not None
     for tiles in _tiled(units):

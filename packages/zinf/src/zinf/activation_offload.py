@@ -27,6 +27,7 @@ from zero3.partitioned_model import PartitionedModel
 from zero3.saved_views import SavedView
 from zero3.untraced import untraced
 
+from .buffers_in_replay import Replayable
 from .errors import ConfigError
 from .offload_engine import OffloadEngine, engine_of
 from .tiers import Key, Wait
@@ -42,9 +43,20 @@ _IN_FLIGHT = 64 << 20
 def checkpoint(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` without keeping what lies between: backward runs `fn` again, with the same random numbers.
 
+    If `fn` is a module or a method of one, buffers that it changes change once, as in a plain call.
+
     The tensors among `args` wait on the activations' tier of the model whose forward is running (`device` where
     Config says None, and outside of any). Gradients are those of a plain call.
     """
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return _checkpoint(module if isinstance(module, nn.Module) else None, fn, *args, **kwargs)
+
+
+@untraced
+def _checkpoint(module: nn.Module | None, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """As `checkpoint`; `module`: whose buffers `fn` may change."""
+    if module is not None and torch.is_grad_enabled():
+        fn = Replayable(module, fn)
     model = running_model()
     engine = model.store if model is not None and isinstance(model.store, OffloadEngine) else None
     if model is None or engine is None or engine.config.activations in (None, "device") or not torch.is_grad_enabled():
@@ -73,7 +85,7 @@ def checkpoint_blocks(module: nn.Module) -> None:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1:
             for block in child:
                 # The module's hooks (gather, release) stay outside; only what they enclose runs again.
-                block.forward = functools.partial(checkpoint, functools.partial(_run, block, block.forward))
+                block.forward = functools.partial(_checkpoint, block, functools.partial(_run, block, block.forward))
 
 
 def _run(block: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cpu_adam.scalars import scheduled_rate
 from deepnvme import crc32c
 
 from .errors import CheckpointError
@@ -252,7 +253,7 @@ def _group(data: dict[str, Any]) -> dict[str, Any]:
     if "params" in data:
         raise ValueError("settings of a group hold no parameters")
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    numbers = [settings["lr"], settings["eps"], settings["weight_decay"], *settings["betas"]]
+    numbers = [scheduled_rate(_number(settings["lr"])), settings["eps"], settings["weight_decay"], *settings["betas"]]
     if len(numbers) != 5 or any(_number(value) < 0 for value in numbers):
         raise ValueError(f"settings {settings!r}")
     return settings

@@ -57,6 +57,7 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     for slot in places:
         slot.param.grad = None  # a checkpoint lies between two steps
     with together(machinery, "loading the checkpoint"):
+        _make_moments(engine, optimizer, places)
         _load_units(engine, machinery, places, path, manifest)
     with torch.no_grad():
         for name, buffer in buffers(model):
@@ -147,6 +148,14 @@ def _parts(engine: OffloadEngine, machinery: PartitionedModel, places: Places) -
                         shift = low - zero - saved.first + saved.offset  # of `low`, in the checkpoint's unit
                         stretches.append(_Stretch(record, shift, shift + high - low, low - first - start))
                 yield _Part(unit, kind, dtype, start, stop, stretches)
+
+
+def _make_moments(engine: OffloadEngine, optimizer: AdamW | None, places: Places) -> None:
+    """Room for moments of what is frozen here and was trained before: they count again when it is thawed."""
+    for slot, found in places.items():
+        trained_before = any(saved.step and "exp_avg" in record.kinds for record, saved in found)
+        if optimizer is not None and slot.owner in optimizer.state and trained_before:
+            engine.create_moments(slot.unit)
 
 
 def _load_units(
@@ -245,7 +254,11 @@ def _load_optimizer(manifest: Manifest, optimizer: AdamW | None, places: Places,
         if slot.owner in optimizer.state:
             optimizer.state[slot.owner]["step"] = found[0][1].step or 0
     for group, settings in zip(optimizer.param_groups, manifest.optimizer.groups, strict=False):
-        group.update(settings)
+        for key, value in settings.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # a rate may be a tensor that others hold too
+            else:
+                group[key] = value
     if manifest.optimizer.loss_scale is not None:
         optimizer.loss_scale.load(manifest.optimizer.loss_scale)
     engine.will_accumulate(slot.unit for slot, found in places.items() if any(saved.accumulates for _, saved in found))

@@ -203,8 +203,28 @@ def _copy(tensor: Tensor) -> Tensor:
 def _optimizer_settings(optimizer: AdamW | None) -> OptimizerRecord:
     if optimizer is None:
         return OptimizerRecord([], None)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {
+            key: _setting(value, f"{key!r} of parameter group {number}")
+            for key, value in group.items()
+            if key != "params"
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
     return OptimizerRecord(groups, optimizer.loss_scale.state())
+
+
+def _setting(value: Any, what: str) -> Any:
+    """A setting as JSON has it; a number of torch's or numpy's as Python's. TypeError for what cannot be kept."""
+    if isinstance(value, list | tuple):
+        return [_setting(item, what) for item in value]
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} cannot be kept in a checkpoint: {error}") from None
+    return value
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -57,6 +57,7 @@ class OffloadEngine(ShardStore):
         self.optimizer: AdamW | None = None
         self.updates: UpdateInStep | None = None
         self._numbers: dict[Unit, int] = {}
+        self.numbers: set[int] = set()  # the same, for whoever must not hold the units
         self._resident_left = placement.resident if "nvme" in (placement.params, placement.optimizer) else 0
         self._resident: set[Unit] = set()
         self._sums: set[Unit] = set()  # units that accumulate: their gradient waits in float32 from then on
@@ -95,6 +96,7 @@ class OffloadEngine(ShardStore):
 
     def adopt(self, unit: Unit, shard: Tensor) -> None:
         self._numbers[unit] = self.tiers.number()
+        self.numbers.add(self._numbers[unit])
         kinds = unit_states.update_kinds(unit.dtype) if unit.trainable else unit_states.value_kinds(unit.dtype)
         nbytes = unit.shard_numel * sum(dtype.itemsize for dtype in kinds.values())
         if nbytes <= self._resident_left:
@@ -111,7 +113,7 @@ class OffloadEngine(ShardStore):
                 self.tier(unit, kind).free(self.key(unit, kind))
             self.drop_gradient(unit)
             self.drop_full_gradient(unit)
-            del self._numbers[unit]
+            self.numbers.discard(self._numbers.pop(unit))
             self._with_moments.discard(unit)
 
     def resident(self, unit: Unit) -> Tensor | None:
@@ -143,6 +145,8 @@ class OffloadEngine(ShardStore):
         if stop <= start:
             return
         self.before_use(unit)
+        if self.updates is not None:
+            self.updates.values_change(unit)
         first, last = start // PIECE * PIECE, min(-(-stop // PIECE) * PIECE, unit.shard_numel)
         for begin in range(first, last, PIECE):
             end = min(begin + PIECE, last)

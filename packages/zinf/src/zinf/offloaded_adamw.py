@@ -81,26 +81,30 @@ class AdamW(torch.optim.Optimizer):
         self._settings: dict[Unit, dict[int, dict[str, Any] | None]] = {}
         self.loss_scale = LossScale(next(iter(self._engines)).config.loss_scale)
         if grad_clip is not None:
-            self._refuse_clipping()
+            self._refuse_clipping(self._engines)
         self._updates: dict[OffloadEngine, UpdateInStep] = {}
-        for engine, model in self._engines.items():
-            self._take_charge(engine, model)
+        self._take_charge()
 
-    def _take_charge(self, engine: OffloadEngine, model: PartitionedModel) -> None:
-        """From now on the updates of this model are ours."""
+    def _take_charge(self) -> None:
+        """From now on the updates of our parameters are ours: of new models, and of new units of old ones."""
+        for engine, model in self._engines.items():
+            if engine not in self._updates:
+                self._take_charge_of_model(engine, model)
+            for unit in model.units:
+                if self.trains(unit):
+                    engine.create_moments(unit)
+                    if engine.config.overlap_optimizer != "backward":
+                        engine.reserve_gradient(unit)
+
+    def _take_charge_of_model(self, engine: OffloadEngine, model: PartitionedModel) -> None:
         updates = _UPDATES[engine.config.overlap_optimizer](self, engine, model)
         self._updates[engine] = engine.updates = updates
         engine.optimizer = self
         if self.accumulate > 1:
             engine.will_accumulate(model.units)
-        for unit in model.units:
-            if self.trains(unit):
-                engine.create_moments(unit)
-                if engine.config.overlap_optimizer != "backward":
-                    engine.reserve_gradient(unit)
 
-    def _refuse_clipping(self) -> None:
-        if any(engine.config.overlap_optimizer == "backward" for engine in self._engines):
+    def _refuse_clipping(self, engines: Iterable[OffloadEngine]) -> None:
+        if any(engine.config.overlap_optimizer == "backward" for engine in engines):
             raise ConfigError(
                 "the gradients are gone when their norm is known: overlap_optimizer='backward' updates within "
                 "backward. To clip, use overlap_optimizer='next-forward' or False, with zinf.AdamW(grad_clip=...) or "
@@ -108,13 +112,35 @@ class AdamW(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; as torch's."""
+        """Add parameters with settings of their own, of further models too; as torch's. A refusal adds nothing."""
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            for slot in parameter_forms.slots_of(param) or [parameter_forms.slot_of(param)]:
-                self._add(slot)
+        try:
+            slots = [
+                slot
+                for param in self.param_groups[-1]["params"]
+                for slot in parameter_forms.slots_of(param) or [parameter_forms.slot_of(param)]
+            ]
+            engines = {self._checked_engine(slot): slot.unit.model for slot in slots}
+            self._check_models(engines)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._engines.update(engines)
+        for slot in slots:
+            self.state[slot.owner].setdefault("step", 0)
+        if hasattr(self, "_updates"):  # else we are still being made
+            self._take_charge()
 
-    def _add(self, slot: ParamSlot) -> None:
+    def _check_models(self, engines: Iterable[OffloadEngine]) -> None:
+        """One optimizer scales one loss, and takes one norm."""
+        configs = [engine.config for engine in dict.fromkeys([*self._engines, *engines])]
+        if len({config.loss_scale for config in configs}) > 1:
+            found = ", ".join(repr(config.loss_scale) for config in configs)
+            raise ConfigError(f"the models of one optimizer must agree in loss_scale, which is {found}")
+        if getattr(self, "grad_clip", None) is not None:
+            self._refuse_clipping(engines)
+
+    def _checked_engine(self, slot: ParamSlot) -> OffloadEngine:
         engine = slot.unit.model.store
         if not isinstance(engine, OffloadEngine):
             raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
@@ -123,13 +149,9 @@ class AdamW(torch.optim.Optimizer):
                 f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
                 "another optimizer, or freeze it with requires_grad_(False)"
             )
-        self._engines[engine] = slot.unit.model
-        self.state[slot.owner].setdefault("step", 0)
-        if engine.optimizer is self:
-            if self.trains(slot.unit):
-                engine.create_moments(slot.unit)
-        elif engine.optimizer is not None:
+        if engine.optimizer not in (None, self):
             raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
+        return engine
 
     def trains(self, unit: Unit) -> bool:
         """Whether any parameter of `unit` is ours, and not all are frozen."""
@@ -138,6 +160,10 @@ class AdamW(torch.optim.Optimizer):
     def owns(self, unit: Unit) -> bool:
         """Whether any parameter of `unit` is ours. The gradients of others are not touched, as in torch."""
         return any(slot.owner in self.state for slot in unit.slots)
+
+    def owns_all(self, unit: Unit) -> bool:
+        """Whether every trainable parameter of `unit` is ours."""
+        return all(slot.owner in self.state or not slot.param.requires_grad for slot in unit.slots)
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -233,7 +259,7 @@ class AdamW(torch.optim.Optimizer):
 
     def clip(self, max_norm: float) -> Tensor:
         """See `zinf.clip_grad_norm_`."""
-        self._refuse_clipping()
+        self._refuse_clipping(self._engines)
         self._settle_gradients()
         norm = self._norm(own=False)
         if math.isfinite(norm):

@@ -66,6 +66,7 @@ class UpdateBeforeUse(UpdateInStep):
             if self.stream.in_place(unit):  # all in memory: there is nothing to read ahead
                 self.update(unit, settings, factor)
                 continue
+            self.keep_changes(unit)
             self._commits[unit] = _Commit(settings, factor)
             if unit.grad_state is GradState.REDUCED:
                 move_grad(unit, GradState.COMMITTED)

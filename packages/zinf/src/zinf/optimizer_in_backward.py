@@ -39,7 +39,7 @@ class UpdateInBackward(UpdateInStep):
         self._gradients_came = True
         if not self._last_backward or not _may_update(unit) or shard.device.type != "cpu":
             return False
-        if not self.optimizer.owns(unit):
+        if not self.optimizer.owns_all(unit):  # the gradient is another's too, or only another's
             return False
         if self.engine.waits(unit):
             shard = self.engine.read_gradient(unit).float().add_(shard)
@@ -71,7 +71,7 @@ class UpdateInBackward(UpdateInStep):
         """Now the units that had to wait."""
         if self._last_backward:
             for unit in self.waiting():
-                if _may_update(unit) and unit.grad_state is GradState.REDUCED:
+                if _may_update(unit) and unit.grad_state is GradState.REDUCED and self.optimizer.owns_all(unit):
                     self._update(unit, None)
 
     def forward_begins(self) -> None:
@@ -99,7 +99,7 @@ class UpdateInBackward(UpdateInStep):
     def step(self, factor: float) -> None:
         self.refuse_if_aborted()
         super().step(factor)  # what still waits
-        for unit in self.waiting():
+        for unit in filter(self.optimizer.owns_all, self.waiting()):
             self.engine.drop_gradient(unit)
             for slot in unit.slots:
                 slot.has_grad = False

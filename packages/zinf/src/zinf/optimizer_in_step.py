@@ -58,11 +58,21 @@ class UpdateInStep:
         param_out: Tensor | None = None,
     ) -> None:
         """One unit's Adam step. What was gathered of its old values is stale then."""
+        self.keep_changes(unit)
         self.stream.update(unit, settings, factor, gradient, param_in, param_out)
         if unit.permanent or unit.state is ParamState.READY:
             self.model.values_changed(unit)
         else:
             unit.generation += 1  # it is SHARDED, or on its way and being filled with the new values
+
+    def keep_changes(self, unit: Unit) -> None:
+        """What a forward has written into its own parameters (an embedding's max_norm) comes before the update."""
+        if unit.state is ParamState.READY and unit.buffer is not None and unit.shown is not False:
+            self.model.collect_changes(unit)
+
+    def values_change(self, unit: Unit) -> None:
+        """Somebody else than an update is about to give `unit` new values."""
+        self.stream.forget_read(unit)
 
     def check_closure(self) -> None:
         """Closures are welcome: the update runs within step()."""

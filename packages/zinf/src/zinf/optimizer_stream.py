@@ -123,6 +123,14 @@ class OptimizerStream:
             self._give_back(loaded)
         self._loaded.clear()
 
+    def forget_read(self, unit: Unit) -> None:
+        """The states of `unit` are about to change: what was read of them is read again."""
+        for piece in [piece for piece in self._loaded if piece.unit is unit]:
+            loaded = self._loaded.pop(piece)
+            for wait in loaded.arriving:
+                wait()
+            self._give_back(loaded)
+
     # -- the update ------------------------------------------------------------------------------------------
 
     def update(

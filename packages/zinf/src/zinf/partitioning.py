@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,7 +109,7 @@ def _partition(
     partition(module, ranks, settings, engine, Prefetcher(engine, config.prefetch), device)
     if config.activations is not None:
         checkpoint_blocks(module)
-    weakref.finalize(module, tiers.close)
+    tiers.serve(module, engine.numbers)
 
 
 def _check_space(config: Config, placement: Placement, trained: int, frozen: int, on_drive: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from .sequential_file import SequentialFile, as_bytes
 
 # Bytes of one file, as the Hub's tools cut them.
 _FILE_BYTES = 5 * 10**9
+
+# Names of several files of weights, as in `_file_name`.
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 # Bytes of units that are read while another is written.
 _AHEAD_BYTES = 32 << 20
@@ -63,20 +67,29 @@ class _Writer:
         self._open.write(part.contiguous().view(-1).view(torch.uint8))  # type: ignore[union-attr]
 
     def finish(self) -> int:
-        """Give the files their names; returns the bytes of the tensors."""
+        """Give the files their names, in place of all weights that were there; returns the bytes of the tensors."""
         if not self._order:
             self._begin_file(0)
         self._finish_file()
         for number, name in enumerate(self._names):
             os.replace(self._beside(number), self._folder / name)
         total = sum(entry.nbytes for entry, _ in self._order)
-        if len(self._names) > 1:
+        if len(self._names) == 1:
+            (self._folder / INDEX).unlink(missing_ok=True)
+        else:
             weight_map = {entry.name: self._names[number] for entry, number in self._order}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             beside = self._folder / f".{INDEX}"
             beside.write_text(text)
             os.replace(beside, self._folder / INDEX)
+        self._remove_older()
         return total
+
+    def _remove_older(self) -> None:
+        """Weights that were exported here before, in other files: readers would find those, or both."""
+        for path in self._folder.iterdir():
+            if path.name not in self._names and (path.name == SINGLE or _SHARD.fullmatch(path.name)):
+                path.unlink()
 
     def discard(self) -> None:
         """Leave nothing behind."""

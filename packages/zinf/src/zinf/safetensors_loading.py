@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,13 @@ def _own_parts(unit: Unit, start: int, stop: int) -> Iterator[tuple[ParamSlot, i
             yield slot, low + first, high + first, low - start
 
 
-def _aliases(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that have several."""
+def _aliases(model: nn.Module, own: Set[str]) -> list[list[str]]:
+    """Names of parameters, and of buffers, that have several among `own`."""
     names: dict[Tensor, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+    for tensors in (model.named_parameters, model.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            if name in own:
+                names.setdefault(tensor, []).append(name)
     return [group for group in names.values() if len(group) > 1]
 
 
@@ -197,7 +199,7 @@ class _Folder:
         own = zero3_full_state.state_dict(model).keys()
         names = names_in_model(model, own, stored)
         self._places = {name: (stored[stored_name], stored_name) for name, stored_name in names.items()}
-        for group in _aliases(model):
+        for group in _aliases(model, own):
             present = [name for name in group if name in self._places]
             self._places |= {name: self._places[present[0]] for name in group if present and name not in self._places}
         self.names = list(self._places)
@@ -224,7 +226,7 @@ class _Folder:
 
 def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
     """(tensor, file) of all tensors. File names that lead out of the folder are refused."""
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # of both, transformers takes the one file
         try:
             weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:

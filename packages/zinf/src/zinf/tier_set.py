@@ -1,6 +1,6 @@
 """The tiers of this process and the one pool of pinned buffers that all traffic passes through.
 
-Shared by the engine of a finished model and the one that served while it was built.
+Shared by the engines of all models that are built in one init() and the one that served while they were built.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+import weakref
+from collections.abc import Sequence, Set
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deepnvme
 from zero3.buffer_pool import BufferPool, allocate_on
@@ -44,6 +45,7 @@ class TierSet:
             "device": MemoryTier("device", allocate_host if device.type == "cpu" else allocate_on(device)),
         }
         self._numbers = itertools.count()
+        self._models = 0  # that are alive
 
     def number(self) -> int:
         """A number for a unit that no other unit on these tiers has."""
@@ -64,6 +66,19 @@ class TierSet:
     @property
     def memory(self) -> list[MemoryTier]:
         return [tier for tier in self._tiers.values() if isinstance(tier, MemoryTier)]
+
+    def serve(self, model: nn.Module, numbers: Set[int]) -> None:
+        """Keep the states of `model`, whose units have these numbers when it goes; close with the last model."""
+        self._models += 1
+        weakref.finalize(model, self._model_is_gone, numbers)
+
+    def _model_is_gone(self, numbers: Set[int]) -> None:
+        self._models -= 1
+        if not self._models:
+            self.close()
+            return
+        for tier in self._tiers.values():
+            tier.free_units(numbers)
 
     def close(self) -> None:
         if self.nvme is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,23 @@ from zinf.training.text_source import BUILTIN
 _LR_FROM_SCRATCH, _LR_FINE_TUNING = 5e-4, 2e-5
 _POSITIVE = click.IntRange(min=1)
 _NOT_NEGATIVE = click.IntRange(min=0)
+_SEED = click.IntRange(min=0, max=2**64 - 1)  # what torch takes
 _DIRECTORY = click.Path(path_type=Path)  # ours to check: one clear line for each fault, on every rank
 _FILE = click.Path(path_type=Path)
+
+
+class _PositiveNumber(click.FloatRange):
+    """Above 0. Python reads "nan" as a number too, and "inf"."""
+
+    def __init__(self, *, finite: bool):
+        super().__init__(min=0, min_open=True)
+        self._finite = finite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number) or (self._finite and math.isinf(number)):
+            self.fail(f"{value} is no number above 0.", param, ctx)
+        return number
 
 
 @click.command
@@ -53,7 +69,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--lr",
     default=None,
-    type=click.FloatRange(min=0, min_open=True),
+    type=_PositiveNumber(finite=True),
     help="Learning rate after warm-up.  [default: 5e-4 from scratch, 2e-5 for a directory]",
 )
 @click.option("--warmup", default=20, type=_NOT_NEGATIVE, help="Steps in which the learning rate rises.")
@@ -65,9 +81,12 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--accumulate", default=1, type=_POSITIVE, help="Micro-batches that a step's batch is cut into.")
 @click.option(
-    "--grad-clip", default=None, type=click.FloatRange(min=0, min_open=True), help="Largest norm of the gradient."
+    "--grad-clip",
+    default=None,
+    type=_PositiveNumber(finite=False),
+    help="Largest norm of the gradient; inf: it is only measured.",
 )
-@click.option("--seed", default=0, type=_NOT_NEGATIVE, help="Of initial weights, batches and the sample.")
+@click.option("--seed", default=0, type=_SEED, help="Of initial weights, batches and the sample.")
 @click.option(
     "--dtype",
     default="bf16",

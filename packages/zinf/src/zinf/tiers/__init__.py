@@ -6,7 +6,7 @@ A tier keeps tensors by key (unit, kind). `first` counts elements from the start
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,9 @@ class Tier(Protocol):
 
     def free(self, key: Key) -> None:
         """The room may be used for something else."""
+
+    def free_units(self, numbers: Set[int]) -> None:
+        """The same, for all that is kept of these units."""
 
     def start_put(self, key: Key, values: Tensor) -> Wait:
         """Keep `values` (n,) as a whole, without `create`: for what lives shorter than a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class MemoryTier:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self.nbytes -= kept.nbytes
+
+    def free_units(self, numbers: Set[int]) -> None:
+        for key in [key for key in self._kept if key.unit in numbers]:
+            self.free(key)
 
     def start_put(self, key: Key, values: Tensor) -> Wait:
         self.create(key, values.numel(), values.dtype)

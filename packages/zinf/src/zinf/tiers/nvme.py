@@ -10,7 +10,7 @@ import contextlib
 import errno
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -130,6 +130,10 @@ class NvmeTier:
             for name, _, _ in self._named(key, numel):
                 self._swap.pop(name)
             self.nbytes -= numel * dtype.itemsize
+
+    def free_units(self, numbers: Set[int]) -> None:
+        for key in [key for key in self._sizes if key.unit in numbers]:
+            self.free(key)
 
     def start_put(self, key: Key, values: Tensor) -> Wait:
         return self._watch("written", key, [self._swap.put(str(key), values)], values.nbytes)

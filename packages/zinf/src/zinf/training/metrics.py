@@ -18,11 +18,12 @@ class MetricsFile:
         Lines after it describe steps that will be taken again, so they go; so does a line that a crash cut short.
         Raises OSError when the file cannot be written.
         """
-        kept = [] if keep_through_step is None else _lines_through(path, keep_through_step)
-        # Beside and renamed: a crash here leaves either the old file or the new one.
-        beside = path.with_name(path.name + ".partial")
-        beside.write_text("".join(kept), encoding="utf-8")
-        os.replace(beside, path)
+        if not path.exists() or path.is_file():  # else it is a device or a pipe, which must stay what it is
+            kept = [] if keep_through_step is None else _lines_through(path, keep_through_step)
+            # Beside and renamed: a crash here leaves either the old file or the new one.
+            beside = path.with_name(path.name + ".partial")
+            beside.write_text("".join(kept), encoding="utf-8")
+            os.replace(beside, path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ def _lines_through(path: Path, step: int) -> list[str]:
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")

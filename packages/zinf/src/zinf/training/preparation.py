@@ -128,6 +128,10 @@ def _resume(run: Run) -> bool:
     if not checkpoints(run.settings.out):
         return False
     extra = zinf.load(run.settings.out, run.model, run.optimizer)
+    if not (isinstance(extra, dict) and extra.keys() >= {"step", "validation_before", "scheduler", "settings"}):
+        raise CannotStart(
+            f"the newest checkpoint in {run.settings.out} is not one of `zinf train`: no settings are in it"
+        )
     differing = [
         f"{name} is {value}, was {extra['settings'].get(name)}"
         for name, value in _defining(run).items()

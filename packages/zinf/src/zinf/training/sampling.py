@@ -24,6 +24,8 @@ def sample(
 ) -> list[int]:
     """`length` tokens that continue `prompt`, each drawn from the model's distribution at `temperature`.
 
+    Fewer, where the model gives no numbers any more.
+
     At most the last `context` tokens are shown to the model. Every rank must call it, with the same arguments: each
     draws the same tokens, since the logits and the generator are the same everywhere.
     """
@@ -34,6 +36,8 @@ def sample(
         window = torch.tensor([tokens[-context:]], device=device)
         logits = task.next_logits(model, window)[: task.vocab].float().cpu()
         probabilities = torch.softmax(logits / temperature, dim=-1)
+        if probabilities.isnan().any():
+            break  # a model whose training has diverged has nothing to say
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     model.train()
     return tokens[len(prompt) :]

@@ -45,15 +45,26 @@ def read_documents(source: str) -> Iterator[str | Messages]:
 
 
 def _document(line: bytes, where: str) -> str | Messages:
+    text = _decoded(line, where)
     try:
-        record = json.loads(_decoded(line, where))
-    except json.JSONDecodeError as error:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
         raise ValueError(f"{where} is no JSON: {error}") from None
     if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return record["text"]
+        return _encodable(record["text"], where)
     if isinstance(record, dict) and _is_conversation(record.get("messages")):
-        return record["messages"]
+        return _encodable(record["messages"], where)
     raise ValueError(f'{where} has neither "text", a string, nor "messages", a list with "role" and "content" each')
+
+
+def _encodable(document: Any, where: str) -> Any:
+    """The document, unless it holds what JSON can write and no text can hold."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{where} holds {half!r}, half of a character, which is no text") from None
+    return document
 
 
 def _is_conversation(messages: Any) -> bool:
