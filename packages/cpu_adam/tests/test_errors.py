@@ -75,6 +75,29 @@ def test_sparse_and_other_devices():
     refused(TypeError, "grad is on device meta", [arrays[0], arrays[1].to("meta"), *arrays[2:]])
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(("position", "name"), list(enumerate(ARGUMENTS)))
+def test_a_tensor_without_memory(position, name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    released, cut = torch.ones(32), torch.ones(64)[32:]
+    released.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(64 * 4 - 1)
+    with FakeTensorMode():
+        fake = torch.ones(32)
+    for tensor in (released, cut, fake):
+        arrays = arguments()
+        arrays[position] = tensor
+        others = [array for array in arrays if array is not tensor]
+        before = [array.clone() for array in others]
+        with pytest.raises(ValueError, match=f"{name} has no memory"):
+            cpu_adam.step(*arrays, step=1, lr=1e-2)
+        assert all(torch.equal(a, b) for a, b in zip(others, before, strict=True))
+        for use in (cpu_adam.norm2, cpu_adam.split):
+            with pytest.raises(ValueError, match="has no memory"):
+                use(tensor)
+
+
 @pytest.mark.parametrize("thing", [None, 3.0, [1.0, 2.0], "weights"])
 def test_not_an_array(thing):
     arrays = arguments()

@@ -102,6 +102,74 @@ def test_bfloat16_parameters_and_gradients():
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((state.mu, state.nu)))
 
 
+@pytest.fixture
+def wide_numbers():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_of_any_floating_dtype_are_rounded_to_float32(dtype, jit, wide_numbers):
+    params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(7, 5)), jnp.float64)}
+    assert params["w"].dtype == np.float64
+    grads = jax.tree.map(lambda p: jnp.cos(3 * p).astype(dtype), params)
+    results = []
+    for transformation, given in (
+        (cpu_adam.optax.adamw(1e-2), grads),
+        (cpu_adam.optax.adamw(1e-2), jax.tree.map(lambda g: g.astype(jnp.float32), grads)),
+        (optax.adamw(1e-2), jax.tree.map(lambda g: g.astype(jnp.float64), grads)),
+    ):
+        update = jax.jit(transformation.update) if jit else transformation.update
+        results.append(update(given, transformation.init(params), params)[0])
+    ours, rounded_before, theirs = results
+    np.testing.assert_array_equal(ours["w"], rounded_before["w"])
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_batch_of_models(jit):
+    transformation = cpu_adam.optax.adamw(1e-2, weight_decay=0.1)
+    batch = [jax.tree.map(lambda p, scale=scale: p * scale, parameters()) for scale in (1.0, 2.0, -3.0)]
+
+    def stacked(trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    update = jax.vmap(transformation.update)
+    update = jax.jit(update) if jit else update
+    states = [transformation.init(params) for params in batch]
+    together = stacked(states)
+    for step in range(3):
+        grads = [gradients(params, step) for params in batch]
+        alone = [transformation.update(*arguments) for arguments in zip(grads, states, batch, strict=True)]
+        states = [state for _, state in alone]
+        updates, together = update(stacked(grads), together, stacked(batch))
+        for ours, theirs in ((updates, [u for u, _ in alone]), (together, states)):
+            jax.tree.map(np.testing.assert_array_equal, ours, stacked(theirs))
+
+
+def test_inside_scan():
+    def trained_by_scan(transformation):
+        params = parameters()
+        state = jax.tree.map(jnp.asarray, transformation.init(params))
+
+        def body(carry, step):
+            params, state = carry
+            updates, state = transformation.update(gradients(params, step), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (params, state), jnp.arange(5))[0][0]
+
+    assert_close(trained_by_scan(cpu_adam.optax.adamw(1e-2)), trained_by_scan(optax.adamw(1e-2)))
+
+
+def test_whole_numbers_are_no_gradients():
+    transformation, params = cpu_adam.optax.adamw(1e-2), {"w": jnp.ones(5)}
+    with pytest.raises(TypeError, match="grad has dtype int32"):
+        transformation.update({"w": jnp.ones(5, jnp.int32)}, transformation.init(params), params)
+
+
 @pytest.mark.parametrize("numel", [8, 100_000])
 @pytest.mark.parametrize("printed", [False, True])
 @pytest.mark.parametrize("jit", [False, True])

@@ -397,6 +397,44 @@ def test_grad_scaler_unscales_and_skips():
     assert_states_close(a, b)
 
 
+HALVES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("first", HALVES)
+@pytest.mark.parametrize("second", HALVES)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_parameter_may_change_its_dtype(first, second, loaded):
+    """From then on it is as one of that dtype with these moments and no master yet."""
+    start = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    p = torch.nn.Parameter(start.to(first))
+    p.grad = torch.full_like(p, 0.5)
+    optimizer = CPUAdam([p], lr=1e-2)
+    optimizer.step()
+    moments = [optimizer.state[p][key].clone() for key in ("exp_avg", "exp_avg_sq")]
+    lo = optimizer.state[p].get("param_lo") if first is second else None
+    master = optimizer.state[p].get("param_fp32") if first is second else None
+    if lo is not None:
+        master = cpu_adam.join(p.detach(), lo)
+    expected = (p.detach().to(second).float() if master is None else master).clone()
+    if loaded:
+        state = optimizer.state_dict()
+        p = torch.nn.Parameter(p.detach().to(second))
+        optimizer = CPUAdam([p])
+        optimizer.load_state_dict(state)
+    else:
+        p.grad = None
+        p.data = p.data.to(second)
+    p.grad = torch.full_like(p, -0.25)
+    optimizer.step()
+    cpu_adam.step(expected, torch.full((50,), -0.25), *moments, step=2, lr=1e-2, weight_decay=1e-2)
+    if second is torch.bfloat16:
+        assert torch.equal(cpu_adam.join(p.detach(), optimizer.state[p]["param_lo"]), expected)
+    else:
+        assert torch.equal(p.detach(), expected.to(second))
+    keys = {torch.float32: set(), torch.bfloat16: {"param_lo"}, torch.float16: {"param_fp32"}}[second]
+    assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"} | keys
+
+
 # ---- refusals ----
 
 
@@ -441,3 +479,40 @@ def test_complex_double_and_foreign_devices_are_refused():
         parameter = torch.nn.Parameter(values)
         parameter.grad = torch.ones_like(values)
         check_refused(parameter, match)
+
+
+def test_a_group_that_makes_no_sense_stops_the_step_before_anything_is_touched():
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    first.grad = second.grad = torch.ones(3)
+    optimizer = CPUAdam([{"params": [first]}, {"params": [second]}])
+    for key, value, error in [("lr", float("nan"), ValueError), ("eps", -1.0, ValueError), ("lr", None, TypeError)]:
+        before = optimizer.param_groups[1][key]
+        optimizer.param_groups[1][key] = value
+        with pytest.raises(error, match=key):
+            optimizer.step()
+        optimizer.param_groups[1][key] = before
+        assert torch.all(first == 1)
+        assert not optimizer.state[first]
+    optimizer.step()
+    assert torch.equal(first, second)
+
+
+def test_state_of_another_shape_is_refused_and_nothing_is_loaded():
+    p, q = (torch.nn.Parameter(torch.ones(numel)) for numel in (3, 1))
+    for parameter in (p, q):
+        parameter.grad = torch.ones_like(parameter)
+    ours, theirs = CPUAdam([p], lr=0.5), torch.optim.AdamW([q], lr=0.25)
+    ours.step()
+    theirs.step()
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(1,\), the parameter \(3,\)"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.5
+    assert torch.equal(ours.state[p]["exp_avg"], before["state"][0]["exp_avg"])
+
+
+def test_tensors_that_stand_for_others_are_refused():
+    released = torch.nn.Parameter(torch.ones(3))
+    released.grad = torch.ones(3)
+    released.untyped_storage().resize_(0)
+    check_refused(released, "parameter 1 of group 0 is a Parameter without memory")

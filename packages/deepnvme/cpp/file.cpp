@@ -81,6 +81,8 @@ IoError File::prepare_write(uint64_t offset, size_t nbytes) {
   const uint64_t end = offset + nbytes;
   const uint64_t known = known_nbytes_.load(std::memory_order_relaxed);
   if (end <= known) return {};
+  const std::lock_guard lock(growing_);
+  promised_nbytes_ = std::max(promised_nbytes_, end);
   const unsigned count = static_cast<unsigned>(members_.size());
   const bool large = end - std::max(known, offset) >= kWorthReserving;
   // One byte at least is written to a plain file, and that lengthens it. A striped one is lengthened here, since the
@@ -95,7 +97,12 @@ IoError File::prepare_write(uint64_t offset, size_t nbytes) {
     const uint64_t begin = large ? std::min(share_before, share - 1) : share - 1;
     const int fd = members_[i].cached.get();
     int code = fallocate_range(fd, begin, share);
-    if (cannot_reserve(code)) code = lengthen(fd, share);
+    if (cannot_reserve(code)) {
+      // Then only ftruncate remains. It cuts off what was written behind its end since it looked: never where the
+      // write lengthens the file by itself, and never to less than all requests have been promised.
+      if (count == 1 && nbytes > 0) return {};
+      code = lengthen(fd, member_nbytes(promised_nbytes_, i, count, stripe_));
+    }
     if (code) return {code, "write", members_[i].path, offset, nbytes, 0, ""};
   }
   uint64_t seen = known;

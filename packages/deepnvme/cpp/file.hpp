@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,8 @@ class File {
   bool direct_;
   bool extendable_;                     // regular files, no devices
   std::atomic<uint64_t> known_nbytes_;  // a lower bound of the length, unless someone else truncates it
+  std::mutex growing_;                  // one request at a time makes the file longer, and guards:
+  uint64_t promised_nbytes_ = 0;        // how long the requests so far make it, also those under way
 };
 
 }  // namespace deepnvme

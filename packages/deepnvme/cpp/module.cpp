@@ -99,6 +99,7 @@ struct TypedMemory {
   py::ssize_t itemsize;
   std::string format;  // struct-style
   DLDataType dtype;
+  bool released = false;  // given back to its pool: no new view may be taken
 
   TypedMemory(std::shared_ptr<AlignedMemory> memory, size_t start, std::vector<py::ssize_t> shape,
               py::ssize_t itemsize, std::string format, uint8_t dlpack_code)
@@ -232,8 +233,10 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("itemsize", [](const TypedMemory& t) { return t.itemsize; })
       .def_property_readonly("shape", [](const TypedMemory& t) { return py::tuple(py::cast(t.shape)); })
       .def_property_readonly("huge_pages", [](const TypedMemory& t) { return t.memory->huge_pages(); })
+      .def_readwrite("released", &TypedMemory::released)
       .def("to_dlpack", &to_dlpack)
       .def_buffer([](TypedMemory& t) {
+        if (t.released) throw py::buffer_error("the Buffer was given back to its Pool");
         return py::buffer_info(t.data(), t.itemsize, t.format, static_cast<py::ssize_t>(t.shape.size()), t.shape,
                                t.byte_strides());
       });

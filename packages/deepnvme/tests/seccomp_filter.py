@@ -12,7 +12,14 @@ import platform
 import struct
 
 # (x86_64, aarch64)
-_NUMBERS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_setup": (206, 0), "openat": (257, 56)}
+_NUMBERS = {
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_setup": (206, 0),
+    "openat": (257, 56),
+    "fallocate": (285, 47),
+    "ftruncate": (77, 46),
+}
 _RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ARGUMENT_2 = 32  # offset of the low half of args[2] in struct seccomp_data

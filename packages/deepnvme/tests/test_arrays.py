@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import mmap
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_buffers_of_nothing_and_of_one_element():
     assert deepnvme.empty((), "int64").torch().shape == ()
 
 
-@pytest.mark.parametrize("shape", ["x", -1, (2, -3), 1.5])
+@pytest.mark.parametrize("shape", ["x", -1, (2, -3), 1.5, 2**63, (2**70, 0)])
 def test_impossible_shapes(shape):
     with pytest.raises((TypeError, ValueError)):
         deepnvme.empty(shape)
@@ -182,6 +183,65 @@ def test_lazy_conjugate_is_refused(io, path):
 def test_sparse_tensor_is_refused(io, path):
     with pytest.raises(TypeError, match="layout"):
         io.write(path, torch.eye(3).to_sparse())
+
+
+def without_memory():
+    """Tensors whose elements lie nowhere, or beyond the end of what there is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    released = torch.zeros(100_000)
+    released.untyped_storage().resize_(0)
+    cut = torch.zeros(100_000)[50_000:]
+    cut.untyped_storage().resize_(300_000)
+    with FakeTensorMode():
+        fake = torch.zeros(100_000)
+    return [released, cut, fake]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("number", range(3))
+def test_tensor_without_memory_is_refused(io, path, tmp_path, number):
+    tensor = without_memory()[number]
+    path.write_bytes(bytes(400_000))
+    with deepnvme.Swap(tmp_path) as swap:
+        for use in (
+            lambda: io.write(path, tensor),
+            lambda: io.read(path, tensor),
+            lambda: io.write(path, tensor, 1, checksum=True),
+            lambda: deepnvme.crc32c(tensor),
+            lambda: swap.put("x", tensor),
+        ):
+            with pytest.raises(ValueError, match="no memory behind its"):
+                use()
+    assert path.read_bytes() == bytes(400_000)
+
+
+def test_distributed_tensor_is_refused(run_python):
+    run_python(
+        """
+        import deepnvme, torch, torch.distributed as dist
+        if not dist.is_available(): raise SystemExit
+        store = dist.FileStore("store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+        tensor = distribute_tensor(torch.arange(1000.0), DeviceMesh("cpu", [0]), [Shard(0)])
+        with deepnvme.Engine() as io:
+            for use in (lambda: io.write("file", tensor), lambda: io.read("file", tensor)):
+                try: use(); raise SystemExit("accepted")
+                except ValueError as e: assert "to_local" in str(e), e
+            io.write("file", tensor.to_local()).wait()
+        assert open("file", "rb").read() == torch.arange(1000.0).numpy().tobytes()
+        dist.destroy_process_group()
+        """,
+        timeout=250,  # importing all that takes long on a busy machine
+    )
+
+
+def test_impossible_amounts_of_memory():
+    for shape in ((2**32 - 1, 2**32 + 1), 2**62, (2**62, 2**10)):
+        with pytest.raises(OSError, match="cannot map") as failure:
+            deepnvme.empty(shape, "int16")
+        assert failure.value.errno == errno.ENOMEM
 
 
 @pytest.mark.parametrize("what", [3, "text", None, [1, 2], np.array(["a"], dtype=object)])

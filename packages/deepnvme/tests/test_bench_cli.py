@@ -166,3 +166,43 @@ def test_no_room_is_an_error_with_a_hint(tmp_path):
     assert result.exit_code == 1
     assert "hint" in result.output
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--block-size", "1000"),
+        ("run", "--block-size", "0"),
+        ("run", "--block-size", "2GiB"),
+        ("run", "--size", "0"),
+        ("run", "--size", "16777216TiB"),
+        ("run", "--seconds", "nan"),
+        ("run", "--steady", "inf"),
+        ("tune", "--size", "a lot"),
+        ("tune", "--size", "0"),
+        ("tune", "--size", "1MiB"),
+        ("tune", "--seconds", "-1"),
+        ("tune", "--seconds", "nan"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, arguments):
+    done = CliRunner().invoke(main, [*arguments, str(tmp_path)])
+    assert done.exit_code == 2, done.output
+    assert arguments[1] in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_is_shown_though_it_cannot_be_kept(tmp_path, monkeypatch):
+    quick = ("--size", "4MiB", "--seconds", "0")
+    points = ("--backend", "threads", "--op", "read", "--block-size", "64KiB", "--queue-depth", "4")
+    for report in ("--json", "--html"):
+        done = CliRunner().invoke(main, ["run", str(tmp_path), *quick, *points, report, "/dev/full"])
+        assert done.exit_code == 1
+        assert "the report cannot be written" in done.output
+        assert "64KiB" in done.output
+    monkeypatch.setenv("DEEPNVME_PROFILES", "/dev/null/profiles")
+    done = CliRunner().invoke(main, ["tune", str(tmp_path), *quick, "--rounds", "1"])
+    assert done.exit_code == 1
+    assert "the profile cannot be saved" in done.output
+    assert "overwrite" in done.output
+    assert list(tmp_path.iterdir()) == []

@@ -53,5 +53,36 @@ def test_broken_profile_is_as_good_as_none(tmp_path, device, content):
         assert io.write(tmp_path / "file", b"x").wait() == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"queue_depth": "many"}, {"queue_depth": 0}, {"block_size": 1000}, {"threads": 3000}, {"bounce_buffers": 1.5}],
+)
+def test_profile_with_a_setting_that_makes_no_sense_is_not_used(tmp_path, device, settings):
+    save_profile(DriveProfile(drive_key(device), **{"queue_depth": 5, **settings}))
+    with deepnvme.Engine() as io:
+        depth = io.queue_depth
+        with pytest.warns(RuntimeWarning, match=f"profile of drive .* is not used: {next(iter(settings))}"):
+            request = io.write(tmp_path / "file", b"x")
+        assert request.wait() == 1
+        assert io.write(tmp_path / "file", b"yz").wait() == 2
+        assert io.queue_depth == depth
+
+
+def test_profile_that_this_process_cannot_have_is_not_used(tmp_path, device, run_python, monkeypatch):
+    save_profile(DriveProfile(drive_key(device), threads=200))
+    run_python(
+        """
+        import resource, warnings, deepnvme
+        io = deepnvme.Engine("io_uring")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))  # 200 rings are 400 descriptors
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert io.write("file", b"xyz").wait() == 3
+        assert any("is not used" in str(w.message) for w in told), told
+        assert io.threads == 1
+        """
+    )
+
+
 def test_filesystem_without_a_drive_has_a_key_too():
     assert drive_key(os.stat("/proc").st_dev).startswith("device-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import threading
@@ -181,6 +182,23 @@ def test_callback_that_raises_does_not_stop_the_others(io, tmp_path, caplog):
     assert "done-callback" in caplog.text
 
 
+@pytest.mark.parametrize("leaving", [SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+def test_callback_that_wants_to_leave_does_not_stop_the_others(backend, tmp_path, caplog, leaving):
+    def leave(_):
+        raise leaving
+
+    called = threading.Event()
+    with deepnvme.Engine(backend, queue_depth=1, block_size=4096) as io:
+        first = io.write(tmp_path / "a", deepnvme.empty(16 << 20))
+        first.add_done_callback(leave)
+        first.wait()
+        second = io.write(tmp_path / "b", deepnvme.empty(16 << 20))
+        second.add_done_callback(lambda _: called.set())
+        assert called.wait(timeout=30)
+        second.wait()
+    assert "a done-callback" in caplog.text
+
+
 def test_cancelled_request_ends_and_the_engine_goes_on(backend, tmp_path):
     with deepnvme.Engine(backend, queue_depth=1, block_size="4KiB") as io:
         big = deepnvme.empty(64 << 20)
@@ -217,6 +235,35 @@ def test_sync_waits_for_the_writes_and_reports_their_failure(io, tmp_path, noise
         io.write(file, data[::-1].copy())
         io.sync(file)
     assert (tmp_path / "file").read_bytes() == data[::-1].tobytes()
+
+
+def test_sync_reports_a_failure_that_was_there_before(io, tmp_path):
+    with deepnvme.File("/dev/full", "r+") as full, deepnvme.File("/dev/null", "r+") as other:
+        for _ in range(2):
+            failing = io.write(full, bytes(100))
+            while not failing.done():
+                pass
+            io.write(tmp_path / "file", b"x").wait()  # by now the engine has noticed, and nobody was told
+            io.sync(other)
+            with pytest.raises(OSError, match="No space") as failure:
+                io.sync(full)
+            assert failure.value.filename == "/dev/full"
+            io.sync(full)  # once is enough
+    io.flush()
+
+
+@pytest.mark.parametrize("long", [float("inf"), 1e10, threading.TIMEOUT_MAX, 1e300, 10**12])
+def test_a_long_timeout_is_one(io, tmp_path, long):
+    for _ in range(5):
+        assert io.write(tmp_path / "file", deepnvme.empty(4 << 20)).wait(timeout=long) == 4 << 20
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(float("nan"), ValueError), ("1", TypeError), ([], TypeError)])
+def test_a_timeout_is_a_number(io, tmp_path, wrong, error):
+    request = io.write(tmp_path / "file", b"x")
+    with pytest.raises(error, match="timeout must be a number of seconds"):
+        request.wait(timeout=wrong)
+    assert request.wait() == 1
 
 
 @pytest.mark.slow

@@ -315,6 +315,42 @@ def test_an_offset_is_a_whole_number(io, tmp_path, offset):
     assert not (tmp_path / "f").exists()
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("offset", [(1 << 64) - 1, (1 << 64) - 4096, (1 << 63) - 1, 1 << 63, 1 << 64])
+def test_an_offset_beyond_every_file_is_refused(backend, tmp_path, offset, direct):
+    content = bytes(range(256)) * 32
+    (tmp_path / "f").write_bytes(content)
+    with deepnvme.Engine(backend, direct=direct) as io:
+        for start, array in ((io.write, b"x"), (io.read, bytearray(1))):
+            with pytest.raises(ValueError, match="beyond"):
+                start(tmp_path / "f", array, offset)
+        with pytest.raises(OSError):  # the last byte that there could be
+            io.read(tmp_path / "f", bytearray(1), (1 << 63) - 2).wait()
+        assert (tmp_path / "f").read_bytes() == content
+        still_works(io, tmp_path)
+
+
+def test_a_path_that_is_no_text(io, tmp_path, noise):
+    before = len(os.listdir("/proc/self/fd"))
+    path = os.fsencode(tmp_path) + b"/\xff\xe9"
+    data = noise(10_000)
+    io.write(os.fsdecode(path), data).wait()
+    with open(path, "rb") as file:
+        assert file.read() == data.tobytes()
+    with pytest.raises(OSError, match="too short"):
+        io.read(os.fsdecode(path), bytearray(20_000)).wait()
+    io.flush()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_that_leads_nowhere_stays_when_its_file_cannot_be_made(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError):
+        deepnvme.File(tmp_path / "link", "w", size="1000TiB")
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "target").exists()
+
+
 def test_members_of_a_striped_file_are_distinct(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for twice in ("a", "link"):
@@ -352,9 +388,72 @@ def test_arguments_that_make_no_sense(tmp_path):
     for bad in ({"queue_depth": 0}, {"block_size": 1000}, {"block_size": "2GiB"}, {"threads": 0}, {"direct": "yes"}):
         with pytest.raises(ValueError):
             deepnvme.Engine(**bad)
-    for bad in ({"mode": "a"}, {"stripe": 100}, {"direct": 2}, {"size": "1 parsec"}):
+    sizes = ({"stripe": 100}, {"stripe": 1 << 62}, {"size": "1 parsec"}, {"size": 1 << 63})
+    for bad in ({"mode": "a"}, {"direct": 2}, *sizes):
         with pytest.raises(ValueError):
             deepnvme.File(tmp_path / "file", **{"mode": "w", **bad})
     assert list(tmp_path.iterdir()) == []
     with deepnvme.Engine() as io, pytest.raises(ValueError, match="negative"):
         io.write(tmp_path / "file", b"x", -1)
+    for memory in (deepnvme.Pool, lambda nbytes: deepnvme.Swap(tmp_path, nbytes)):
+        for nbytes in (1 << 63, (1 << 64) - 1, "16777216TiB"):
+            with pytest.raises(ValueError, match="capacity must be at most"):
+                memory(nbytes)
+    (tmp_path / "short").write_bytes(bytes(10))
+    with pytest.raises(ValueError, match="size 11 of a file opened for reading, which has 10 bytes"):
+        deepnvme.File(tmp_path / "short", size=11)
+
+
+@pytest.mark.parametrize("yes", [1, np.True_])
+@pytest.mark.parametrize("no", [0, np.False_])
+def test_numbers_for_yes_and_no_are_obeyed(tmp_path, yes, no):
+    with deepnvme.Engine(direct=no) as io:
+        io.write(tmp_path / "file", bytes(8192)).wait()
+        assert io.direct is False
+        assert io.stats().cached_bytes == 8192
+    with deepnvme.File(tmp_path / "file", direct=no) as file:
+        assert file.direct is False
+    with pytest.raises(OSError, match="O_DIRECT"):
+        deepnvme.File("/dev/null", "r+", direct=yes)
+
+
+# As some filesystems answer (ext2, some network ones). Nothing but ftruncate would be left to make a file longer ahead
+# of a write, and it cuts off what another request has written meanwhile behind its end.
+NO_RESERVING = ("fallocate=EOPNOTSUPP", "ftruncate=EIO")
+
+
+def test_a_write_lengthens_its_file_by_itself_where_nothing_can_be_reserved(run_python, backend):
+    run_python(
+        """
+        import sys, deepnvme, numpy as np
+        data = np.random.default_rng(1).integers(0, 256, 3 << 20, dtype=np.uint8)
+        with deepnvme.Engine(sys.argv[1]) as io:
+            for offset in (0, 10 << 20, (5 << 20) + 77):
+                assert io.write("file", data, offset).wait() == data.nbytes
+            io.write("file", b"small", 20 << 20).wait()
+        found = np.fromfile("file", np.uint8)
+        wanted = np.zeros((20 << 20) + 5, np.uint8)
+        for offset in (0, 10 << 20, (5 << 20) + 77): wanted[offset : offset + data.nbytes] = data
+        wanted[20 << 20 :] = np.frombuffer(b"small", np.uint8)
+        assert np.array_equal(found, wanted)
+        """,
+        backend,
+        forbid=NO_RESERVING,
+    )
+
+
+def test_members_that_a_write_does_not_reach_grow_where_nothing_can_be_reserved(run_python):
+    run_python(
+        """
+        import deepnvme, numpy as np
+        with deepnvme.Engine() as io, deepnvme.File(["a", "b", "c"], "w", stripe=4096) as file:
+            io.write(file, b"end", 7 * 4096).wait()  # in the second member
+            assert file.size == 7 * 4096 + 3
+            all_of_it = np.ones(7 * 4096 + 3, np.uint8)
+            io.read(file, all_of_it).wait()
+            assert not all_of_it[:-3].any() and all_of_it[-3:].tobytes() == b"end"
+            io.write(file, b"", 9 * 4096).wait()
+            assert file.size == 9 * 4096
+        """,
+        forbid=NO_RESERVING[:1],
+    )

@@ -39,6 +39,28 @@ def test_smaller_tree_in_place_of_a_larger_one(swap):
     assert deepnvme.jax.swap_in(swap, "x")[0].sum() == 0
 
 
+def test_a_tree_that_does_not_fit_leaves_no_mixture(tmp_path):
+    def tree(value, *numels):
+        return [jnp.full(numel, value) for numel in numels]
+
+    with deepnvme.Swap(tmp_path, capacity="1MiB") as swap:
+        deepnvme.jax.swap_out(swap, "tree", tree(1.0, 100, 100, 100))
+        with pytest.raises(OSError, match="does not fit"):
+            deepnvme.jax.swap_out(swap, "tree", tree(2.0, 100, 100, 1 << 20))
+        with pytest.raises(KeyError, match="tree"):
+            deepnvme.jax.swap_in(swap, "tree")
+        assert swap.names() == []
+        deepnvme.jax.swap_out(swap, "tree", tree(3.0, (1 << 18) - 1024, 1024))  # all the room there is
+        for found, expected in zip(deepnvme.jax.swap_in(swap, "tree"), tree(3.0, (1 << 18) - 1024, 1024), strict=True):
+            assert jnp.array_equal(found, expected)
+        deepnvme.jax.swap_out(swap, "tree", [])
+        deepnvme.jax.swap_out(swap, "tree", tree(4.0, 3, 3))
+        with pytest.raises(ValueError, match="int4"):
+            deepnvme.jax.swap_out(swap, "tree", [jnp.zeros(3), jnp.zeros(3, "int4")])
+        with pytest.raises(KeyError):
+            deepnvme.jax.swap_in(swap, "tree")
+
+
 def test_unknown_name(swap):
     with pytest.raises(KeyError):
         deepnvme.jax.swap_in(swap, "x")

@@ -167,6 +167,64 @@ def test_forked_child_is_told_and_the_parent_goes_on(backend, tmp_path, run_pyth
     )
 
 
+def test_swap_and_awaiting_in_a_forked_child(backend, run_python):
+    run_python(
+        """
+        import asyncio, os, signal, sys, threading, deepnvme, numpy as np
+        with deepnvme.Engine(sys.argv[1], queue_depth=1, block_size=4096) as io, deepnvme.Swap(".", engine=io) as swap:
+            data = np.full(64 << 20, 7, np.uint8)
+            request = swap.put("x", data)
+            held, forked = threading.Event(), threading.Event()
+            def hold():  # as a thread that is just using the Swap
+                with swap._lock: held.set(); forked.wait()
+            holder = threading.Thread(target=hold)
+            holder.start()
+            held.wait()
+            child = os.fork()
+            forked.set()
+            if child == 0:
+                signal.alarm(20)
+                async def wait(): await request
+                refused = [
+                    lambda: swap.put("y", np.ones(5)), lambda: swap.get("x"), lambda: swap.pop("x"),
+                    lambda: asyncio.run(wait()), lambda: request.add_done_callback(print), request.wait,
+                ]
+                for use in refused:
+                    try: use(); os._exit(1)
+                    except deepnvme.ForkedError as e: assert "after forking" in str(e)
+                swap.close()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert request.wait() == data.nbytes
+            assert np.array_equal(swap.get("x").result().numpy(), data)
+        """,
+        backend,
+    )
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_tensor_that_is_given_other_memory_meanwhile(backend, run_python, shift):
+    run_python(
+        """
+        import sys, deepnvme, numpy as np, torch
+        nbytes, shift = 16 << 20, int(sys.argv[2])  # large enough to be unmapped when it is freed
+        with deepnvme.Engine(sys.argv[1]) as io:
+            io.write("file", np.full(nbytes + shift, 7, np.uint8)).wait()
+            for turn in range(10):
+                tensor = torch.zeros(nbytes, dtype=torch.uint8)
+                behind = tensor.view(torch.int64).detach() if turn % 2 else None
+                request = io.read("file", tensor, shift)
+                tensor.data = torch.empty(0, dtype=torch.uint8)
+                others = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2)]
+                assert request.wait() == nbytes
+                assert all(bool((other == 1).all()) for other in others)
+                assert behind is None or bool((behind.view(torch.uint8) == 7).all())
+        """,
+        backend,
+        str(shift),
+    )
+
+
 def test_engine_that_cannot_be_made_leaves_nothing(tmp_path):
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(10):

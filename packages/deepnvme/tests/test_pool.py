@@ -81,8 +81,49 @@ def test_released_buffer_is_not_transferred(tmp_path):
     buffer.release()
     with deepnvme.Engine() as io, pytest.raises(deepnvme.ClosedError):
         io.write(tmp_path / "file", buffer)
-    with pytest.raises(deepnvme.ClosedError):
-        buffer.numpy()
+    kept = pool.take(100)  # the same memory, someone else's now
+    assert kept.address == buffer.address
+    for view in (
+        buffer.numpy,
+        lambda: np.asarray(buffer),
+        lambda: np.from_dlpack(buffer),
+        lambda: memoryview(buffer),
+        lambda: buffer.__array_interface__,
+    ):
+        with pytest.raises((deepnvme.ClosedError, BufferError)) as refusal:
+            view()
+        assert "given back" in f"{refusal.value} {refusal.value.__cause__}"
+
+
+@pytest.mark.parametrize("long", [float("inf"), 1e10, 1e300])
+def test_a_long_timeout_is_one(long):
+    pool = deepnvme.Pool(4096)
+    first = pool.take(4096)
+    giving_back = threading.Timer(0.05, first.release)
+    giving_back.start()
+    assert pool.take(4096, timeout=long).nbytes == 4096
+    giving_back.join()
+    with pytest.raises(ValueError, match="timeout must be a number"):
+        pool.take(1, timeout=float("nan"))
+
+
+def test_used_can_be_asked_while_another_thread_waits():
+    pool = deepnvme.Pool("1MiB")
+    first = pool.take("1MiB")
+    got: list[deepnvme.Buffer] = []
+    waiting = threading.Thread(target=lambda: got.append(pool.take(4096)), daemon=True)
+    waiting.start()
+    asked: list[int] = []
+    while not pool._turn.locked():
+        pass
+    asking = threading.Thread(target=lambda: asked.append(pool.used), daemon=True)
+    asking.start()
+    asking.join(timeout=20)
+    assert asked == [1 << 20]
+    first.release()
+    waiting.join(timeout=20)
+    assert pool.used == 4096
+    assert got[0].nbytes == 4096
 
 
 def test_many_threads_take_and_give_back():

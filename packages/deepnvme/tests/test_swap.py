@@ -95,6 +95,37 @@ def test_room_is_used_again_and_overwritten_in_place(swap):
     assert swap._extents.end == 5 << 20
 
 
+def test_room_of_what_gave_way_to_nothing_is_used_again(tmp_path):
+    with deepnvme.Swap(tmp_path, capacity="1MiB") as swap:
+        for turn in range(3):
+            swap.put("a", np.full(1 << 20, turn, np.uint8)).wait()
+            assert swap.get("a").result().numpy()[0] == turn
+            swap.put("a", np.zeros(0, np.uint8)).wait()
+            assert swap.get("a").result().shape == (0,)
+        swap.put("b", np.full(1 << 20, 5, np.uint8)).wait()
+        assert (swap.get("b").result().numpy() == 5).all()
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">u2"])
+def test_the_byte_order_of_another_machine_is_refused(swap, dtype):
+    # A Buffer has no such thing: its numbers would come back as others.
+    foreign = np.arange(5).astype(dtype)
+    for array in (foreign, foreign[::-1], memoryview(foreign)):
+        with pytest.raises(ValueError, match="byte order"):
+            swap.put("x", array)
+    with pytest.raises(ValueError, match="byte order"):
+        deepnvme.empty(5, dtype)
+    assert swap.names() == []
+    swap.put("x", foreign.astype(foreign.dtype.newbyteorder("="))).wait()
+    assert np.array_equal(swap.get("x").result().numpy(), foreign)
+    swap.put("one byte", np.arange(5).astype(">u1")).wait()
+
+
+def test_sparse_tensor_is_refused_in_words(swap):
+    with pytest.raises(TypeError, match="layout"):
+        swap.put("x", torch.eye(3).to_sparse())
+
+
 def test_room_that_is_still_being_read_is_not_given_away(tmp_path):
     with deepnvme.Swap(tmp_path, capacity="8MiB") as swap:
         first = np.full(8 << 20, 1, np.uint8)

@@ -51,7 +51,7 @@ def is_torch(array: object) -> bool:
 def describe(name: str, array: Any) -> Array:
     """Looks at one argument.
 
-    Raises TypeError if it is no array or not in host memory, ValueError if it is not contiguous.
+    Raises TypeError if it is no array or not in host memory, ValueError if it is not contiguous or has no memory.
     """
     if is_torch(array):
         return _of_torch(name, array)
@@ -107,7 +107,13 @@ def _of_torch(name: str, tensor: Any) -> Array:
     dtype = _torch_dtype_names.get(tensor.dtype)
     if dtype is None:
         dtype = _torch_dtype_names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
-    return Array(name, tensor.data_ptr(), dtype, tensor.shape, tensor.numel(), True, tensor)
+    numel = tensor.numel()
+    address = tensor.data_ptr() if numel else 0
+    if numel:
+        end = (tensor.storage_offset() + numel) * tensor.itemsize  # within the storage, unless that was resized
+        if not address or tensor.untyped_storage().nbytes() < end:
+            raise errors.without_memory(name)
+    return Array(name, address, dtype, tensor.shape, numel, True, tensor)
 
 
 # ---- numpy ----
@@ -168,7 +174,10 @@ _capsule_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def _of_dlpack(name: str, array: Any) -> Array:
-    device, _ = array.__dlpack_device__()
+    try:
+        device, _ = array.__dlpack_device__()
+    except AttributeError:  # a value that jax traces, for one
+        raise errors.not_an_array(name, array) from None
     if device not in _HOST_DEVICES:
         raise errors.wrong_device(name, f"DLPack type {int(device)}")
     try:

@@ -33,6 +33,13 @@ def not_dense(name: str, found: str) -> ValueError:
     return ValueError(f"{name} is {found}; a contiguous array is needed: .contiguous() or a flat view")
 
 
+def without_memory(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has no memory behind its elements: its storage was resized, or it only stands for other tensors "
+        "(of a DTensor, pass .to_local())"
+    )
+
+
 def misaligned(name: str, address: int, itemsize: int) -> ValueError:
     return ValueError(f"{name} lies at address {address:#x}, which is no multiple of its element's {itemsize} bytes")
 

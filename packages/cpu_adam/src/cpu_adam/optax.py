@@ -46,8 +46,9 @@ def adamw(
         u = -lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * p)
 
     `update` may be called as it is: moments and updates are then numpy arrays in host memory. Under jax.jit it
-    is a call-back to the host, and they are results of the jitted function. They are float32 whatever
-    the parameters are; `optax.apply_updates` rounds to the parameters' dtype.
+    is a call-back to the host, and they are results of the jitted function; under jax.vmap one call-back for each
+    member of the batch. They are float32 whatever the parameters are; `optax.apply_updates` rounds to the parameters'
+    dtype. Gradients of other floating dtypes than float32, bfloat16 and float16 are rounded to float32.
 
     Raises ValueError for eps_root, nesterov and a mu_dtype other than float32, which are not implemented, and in
     `update` where no parameters are given.
@@ -71,23 +72,30 @@ def adamw(
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         columns = [jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, params)]
 
-        def on_host(count: Any, lr: Any, columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        # A rate that is no array keeps its digits: as an argument of the call-back it would be rounded to float32.
+        rate_array = lr if isinstance(lr, jax.Array) else None
+
+        def on_host(count: Any, rate_array: Any, columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+            rate_now = float(lr if rate_array is None else rate_array)
             settings = {"step": int(count) + 1, "betas": (b1, b2), "eps": eps, "threads": threads}
             return [
-                _update_leaf(*leaf, lr=float(lr), weight_decay=rate, settings=settings)
+                _update_leaf(*leaf, lr=rate_now, weight_decay=rate, settings=settings)
                 for *leaf, rate in zip(*columns, rates, strict=True)
             ]
 
-        arguments = (state.count, lr, columns)
+        arguments = (state.count, rate_array, columns)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
             results = [(jax.ShapeDtypeStruct(numpy.shape(mu), numpy.float32),) * 3 for mu in columns[1]]
-            leaves = jax.pure_callback(on_host, results, *arguments)
+            leaves = jax.pure_callback(on_host, results, *arguments, vmap_method="sequential")
         else:
             leaves = on_host(*arguments)
         updates, mu, nu = (jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(3))
         return updates, AdamState(state.count + numpy.int32(1), mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+_GRADIENT_DTYPES = ("float32", "bfloat16", "float16")  # that cpu_adam reads; others (float64) are rounded first
 
 
 def _update_leaf(
@@ -98,6 +106,8 @@ def _update_leaf(
     # A step from zero without decay is the update itself with all its digits; new minus old parameter has lost some.
     update = numpy.zeros(new_mu.shape, numpy.float32)
     grad = numpy.ascontiguousarray(grad).reshape(update.shape)
+    if jax.numpy.issubdtype(grad.dtype, numpy.floating) and grad.dtype.name not in _GRADIENT_DTYPES:
+        grad = grad.astype(numpy.float32)
     cpu_adam.step(update, grad, new_mu, new_nu, lr=abs(lr), **settings)
     if lr < 0:
         numpy.negative(update, out=update)

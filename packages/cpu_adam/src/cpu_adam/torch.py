@@ -6,6 +6,7 @@ State dicts go both ways between CPUAdam and torch.optim.AdamW: the keys and the
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -84,8 +85,8 @@ class CPUAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step for every parameter that has a gradient; returns the closure's loss.
 
-        Raises TypeError for a parameter or gradient that is complex, sparse, not on the CPU or of another dtype,
-        before any parameter was touched.
+        Raises TypeError for a parameter or gradient that is complex, sparse, not on the CPU or of another dtype, and
+        ValueError for a group's setting that is out of range, before any parameter was touched.
         """
         loss = None
         if closure is not None:
@@ -97,6 +98,7 @@ class CPUAdam(torch.optim.Optimizer):
         unscale = 1.0 if scale is None else 1.0 / scale.item()
 
         for g, group in enumerate(self.param_groups):
+            _require_settings(scheduled_rate(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
             for i, p in enumerate(group["params"]):
                 _require_updatable(p, f"parameter {i} of group {g}")
         for group in self.param_groups:
@@ -152,12 +154,14 @@ class CPUAdam(torch.optim.Optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(p, dtype=torch.float32)
-        if not master:
+        # What a master of another dtype has left, where the parameter's has changed or a run of another was loaded.
+        if not master or p.dtype is not torch.bfloat16:
             state.pop("param_lo", None)
+        if not master or p.dtype is not torch.float16:
             state.pop("param_fp32", None)
-        elif p.dtype is torch.bfloat16 and "param_lo" not in state:
+        if master and p.dtype is torch.bfloat16 and "param_lo" not in state:
             state["param_lo"] = torch.zeros_like(p, dtype=torch.int16)  # a master of exactly p's value
-        elif p.dtype is torch.float16 and "param_fp32" not in state:
+        if master and p.dtype is torch.float16 and "param_fp32" not in state:
             state["param_fp32"] = p.detach().to(torch.float32, memory_format=torch.preserve_format)
         return state
 
@@ -166,15 +170,18 @@ class CPUAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of CPUAdam, torch.optim.AdamW or torch.optim.Adam. Tensors are copied.
 
-        Group settings come with it, as with every torch optimizer. Raises ValueError for an amsgrad run.
+        Group settings come with it, as with every torch optimizer. Raises ValueError for an amsgrad run, and for state
+        of another shape than its parameter's; then nothing is loaded.
         """
         for group in state_dict["param_groups"]:
             _require_implemented(group)
+        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved_ids, params, strict=False):  # torch says when their numbers differ
+            _require_state_of(p, index, state_dict["state"].get(index, {}))
         super().load_state_dict(state_dict)
         # torch has cast all state to each parameter's dtype, which would round moments of 16-bit parameters and
         # destroy remainders: take them from the source once more, in the dtype and memory order they have here.
-        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved_ids, params, strict=True):
             for key, dtype in STATE_DTYPES.items():
                 value = state_dict["state"].get(index, {}).get(key)
@@ -200,16 +207,25 @@ STATE_DTYPES = {
 }
 
 
+_NOTHING = [numpy.empty(0, numpy.float32) for _ in range(4)]
+
+
 def _require_settings(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuses at construction what `cpu_adam.step` would refuse later: a step on no elements checks it all."""
-    nothing = [torch.empty(0) for _ in range(4)]
-    cpu_adam.step(*nothing, step=1, lr=float(lr), betas=betas, eps=eps, weight_decay=weight_decay)
+    cpu_adam.step(*_NOTHING, step=1, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)  # type: ignore[arg-type]
 
 
 def _require_implemented(group: dict[str, Any]) -> None:
     for key in ("amsgrad", "capturable", "differentiable"):
         if group.get(key):
             raise ValueError(f"CPUAdam does not implement {key}=True; use torch.optim.AdamW for that")
+
+
+def _require_state_of(p: Tensor, index: int, state: dict[str, Any]) -> None:
+    for key in STATE_DTYPES:
+        found, needed = state.get(key), tuple(p.shape)
+        if found is not None and tuple(found.shape) != needed:
+            raise ValueError(f"{key} of parameter {index} has shape {tuple(found.shape)}, the parameter {needed}")
 
 
 def _require_updatable(p: Tensor, name: str) -> None:
@@ -224,6 +240,9 @@ def _require_updatable(p: Tensor, name: str) -> None:
             raise TypeError(f"{what} is on device {tensor.device}; CPUAdam works on the CPU")
         if tensor.dtype not in PARAM_DTYPES:
             raise TypeError(f"{what} has dtype {tensor.dtype}; CPUAdam takes float32, bfloat16 and float16")
+        if tensor.numel() and not tensor.data_ptr():
+            kind = type(tensor).__name__
+            raise TypeError(f"{what} is a {kind} without memory of its own; CPUAdam takes plain tensors")
 
 
 def _memory_order(p: Tensor) -> list[int]:

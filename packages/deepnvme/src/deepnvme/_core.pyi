@@ -19,6 +19,7 @@ class AlignedMemory:
     def lock(self) -> int: ...  # 0, or the errno of mlock
 
 class TypedMemory:
+    released: bool
     def __init__(
         self,
         memory: AlignedMemory,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import operator
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from . import _core
 from .dtypes import DType, dtype_named, torch_dtype
 from .errors import ClosedError
+from .sizes import MOST_BYTES
 
 
 class Buffer(_core.TypedMemory):
@@ -25,7 +28,7 @@ class Buffer(_core.TypedMemory):
     nbytes: int
     itemsize: int
     huge_pages: bool  # whether huge pages were asked for and are allowed
-    released = False  # given back to its Pool: the memory may be someone else's by now
+    released: bool  # given back to its Pool: the memory may be someone else's by now
 
     def __init__(self, memory: _core.AlignedMemory, start: int, shape: tuple[int, ...], dtype: DType) -> None:
         super().__init__(memory, start, shape, dtype.itemsize, dtype.format, dtype.dlpack_code)
@@ -78,6 +81,7 @@ class Buffer(_core.TypedMemory):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
+        self._check_released()
         return {
             "version": 3,
             "shape": self.shape,
@@ -101,12 +105,15 @@ def empty(shape: int | Iterable[int], dtype: Any = "uint8") -> Buffer:
     """
     described = dtype_named(dtype)
     extents = _extents(shape)
-    memory = _core.AlignedMemory(math.prod(extents) * described.itemsize)
+    nbytes = math.prod(extents) * described.itemsize
+    if nbytes > MOST_BYTES:
+        raise OSError(errno.ENOMEM, f"cannot map {nbytes} bytes of host memory: {os.strerror(errno.ENOMEM)}")
+    memory = _core.AlignedMemory(nbytes)
     return Buffer(memory, 0, extents, described)
 
 
 def _extents(shape: int | Iterable[int]) -> tuple[int, ...]:
     extents = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))  # type: ignore[arg-type]
-    if any(extent < 0 for extent in extents):
-        raise ValueError(f"shape must not be negative, found {extents}")
+    if any(not 0 <= extent <= MOST_BYTES for extent in extents):
+        raise ValueError(f"shape must be of numbers from 0 to 2**63 - 1, found {extents}")
     return extents

@@ -61,7 +61,15 @@ def _describe_torch(tensor: Any) -> HostArray:
         raise ValueError(f"{_words(tensor)} is not contiguous (strides {tuple(tensor.stride())}): call .contiguous()")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{_words(tensor)} is a lazy conjugate or negative: call .resolve_conj().resolve_neg()")
-    return HostArray(tensor.data_ptr(), tensor.nbytes, False, tensor)
+    # The storage, not the tensor, is what keeps the memory: `tensor.data = other` lets go of it.
+    storage = tensor.untyped_storage()
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if nbytes and (not address or storage.nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes):
+        raise ValueError(
+            f"{_words(tensor)} has no memory behind its {nbytes} bytes: its storage was resized, or it only stands "
+            f"for other tensors (of a DTensor, transfer .to_local())"
+        )
+    return HostArray(address, nbytes, False, storage)
 
 
 def _describe_numpy(array: np.ndarray) -> HostArray:
@@ -76,7 +84,10 @@ def _describe_numpy(array: np.ndarray) -> HostArray:
 
 
 def _describe_dlpack(array: Any) -> HostArray:
-    device_type, device_id = array.__dlpack_device__()
+    try:
+        device_type, device_id = array.__dlpack_device__()
+    except AttributeError:  # a value that jax traces, for one
+        raise TypeError(f"{_words(array)} is no array in memory: it has no __dlpack_device__") from None
     if device_type not in _HOST_DEVICES:
         raise TypeError(
             f"{_words(array)} is not in host memory (DLPack device {int(device_type)}:{device_id}): copy it there first"
@@ -130,7 +141,7 @@ def dtype_and_shape(array: Any) -> tuple[DType, tuple[int, ...]]:
 
 def made_contiguous(array: Any) -> Any:
     """The array, or a row-major copy of one that is not contiguous."""
-    if is_torch_tensor(array):
+    if is_torch_tensor(array) and str(array.layout) == "torch.strided":  # of others, describe() says what is wrong
         return array.detach().contiguous().resolve_conj().resolve_neg()
     if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
         return array.copy(order="C")

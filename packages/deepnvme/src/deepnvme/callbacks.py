@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .request import Request
 
 _log = logging.getLogger("deepnvme")
+_FAILED = "a done-callback of %r failed"
 
 
 class Callbacks:
@@ -27,9 +28,10 @@ class Callbacks:
     def add(self, request: Request, fn: Callable[[Request], Any]) -> None:
         core = request._core
         with self._lock:
+            if not core.done():
+                self._start()
             if core.want_notification():
                 self._waiting.setdefault(core.id, []).append((request, fn))
-                self._start()
                 return
         # It has ended, or is just about to be marked so.
         self._engine.wait(core, None)
@@ -43,8 +45,9 @@ class Callbacks:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="deepnvme-callbacks", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="deepnvme-callbacks", daemon=True)
+            thread.start()  # may fail: then the next one tries again
+            self._thread = thread
 
     def _serve(self) -> None:
         while ids := self._engine.wait_notifications():
@@ -52,7 +55,10 @@ class Callbacks:
                 with self._lock:
                     waiting = self._waiting.pop(id, [])
                 for request, fn in waiting:
-                    _call(request, fn)
+                    try:
+                        _call(request, fn)
+                    except BaseException:  # SystemExit, asyncio.CancelledError, ...: others wait for this thread
+                        _log.exception(_FAILED, request)
                 del waiting
 
 
@@ -60,4 +66,4 @@ def _call(request: Request, fn: Callable[[Request], Any]) -> None:
     try:
         fn(request)
     except Exception:
-        _log.exception("a done-callback of %r failed", request)
+        _log.exception(_FAILED, request)

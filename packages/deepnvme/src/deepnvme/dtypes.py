@@ -44,12 +44,16 @@ _TABLE = {
 
 
 def dtype_named(dtype: Any) -> DType:
-    """The entry of a name, a NumPy dtype, a torch dtype or a jax one. ValueError when there is none."""
+    """The entry of a name, a NumPy dtype, a torch dtype or a jax one. ValueError when there is none, or for NumPy's
+    of the other byte order."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
     name = name.removeprefix("torch.")
     if name not in _TABLE:
         with contextlib.suppress(TypeError):
-            name = np.dtype(dtype).name  # abbreviations ("f4"), Python types (float)
+            dtype = np.dtype(dtype)  # abbreviations ("f4"), Python types (float)
+            name = dtype.name
+    if not getattr(dtype, "isnative", True):  # ">f4" is no "float32", though NumPy names it so
+        raise ValueError(f"dtype {dtype!r} has the byte order of another machine: convert the array, .astype({name!r})")
     if name not in _TABLE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_TABLE)}")
     return _TABLE[name]

@@ -17,14 +17,14 @@ from .arrays import describe, describe_writable
 from .callbacks import Callbacks
 from .drive_profile import DriveProfile, load_profile
 from .errors import ClosedError, ForkedError, io_error
-from .file import Direct, File, PathLike
+from .file import Direct, File, PathLike, check_direct
 from .in_flight import Entry, InFlight
 from .request import Request
-from .sizes import parse_size, whole_number
+from .sizes import MOST_BYTES, parse_size, waiting_time, whole_number
 from .statistics import Statistics
 
 _MOST_DEPTH = 4096  # more in flight helps no drive and costs locked memory
-_MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
+MOST_BLOCK = 1 << 30  # the kernel moves less than 2 GiB in one call
 # Enough blocks in flight, and large enough ones, to fill the drives that were measured; see benchmarks/.
 _DEFAULT_DEPTH = 32
 _DEFAULT_BLOCK = 2 << 20
@@ -62,18 +62,16 @@ class Engine:
         bounce_buffers: int | None = None,
         direct: Direct = "auto",
     ) -> None:
-        if direct not in (True, False, "auto"):
-            raise ValueError(f"direct must be True, False or 'auto', found {direct!r}")
         self._pid = os.getpid()
         self._closed = False
-        self._direct_setting = direct
+        self._direct_setting = check_direct(direct)
         self._all_direct: bool | None = None
         self._flushed = 0  # requests that earlier flushes accounted for
         self._wanted = (backend, queue_depth, block_size, threads, bounce_buffers)
         self._start(DriveProfile(""))
         # The first file tells the drive, and so whether there is a profile for what was left open.
         self._may_adopt_profile = None in self._wanted
-        self._adopting = threading.Lock()
+        self._adopting = threading.RLock()  # reentrant for signal handlers that use the engine
         # Files that were given as paths, as long as a request uses them: a thousand writes to one path open it once.
         self._open_paths: weakref.WeakValueDictionary[tuple[str, str], File] = weakref.WeakValueDictionary()
         _engines.add(self)
@@ -120,10 +118,10 @@ class Engine:
         opened = file if isinstance(file, File) else File(file, "r", direct=False)
         pending = [e.request for e in self._in_flight.entries() if e.file.identity == opened.identity]
         self._wait_for(pending)
-        for request in pending:
-            if request.failed():
-                self._in_flight.settle(request)
-                raise _failure_of(request)
+        # Also of those that had ended before, if no wait has raised it.
+        failed = self._in_flight.take_failure_of(opened)
+        if failed is not None:
+            raise _failure_of(failed)
         failure = opened._open_core().sync()
         if failure:
             raise io_error(*failure)
@@ -157,11 +155,13 @@ class Engine:
 
     def close(self) -> None:
         """Finishes what was submitted, then stops. Raises the first failure that was never raised."""
-        if self._closed:
+        if self.forked:
+            self._closed = True
             return
-        self._closed = True
-        if os.getpid() != self._pid:
-            return
+        with self._adopting:  # else the engine could get a new core behind our back
+            if self._closed:
+                return
+            self._closed = True
         self._core.close()
         self._callbacks.join()
         self._in_flight.let_go()
@@ -210,6 +210,8 @@ class Engine:
         if offset < 0:
             raise ValueError(f"offset must not be negative, found {offset}")
         host = describe(array) if writes else describe_writable(array)
+        if offset + host.nbytes > MOST_BYTES:
+            raise ValueError(f"{host.nbytes} bytes at offset {offset} end beyond 2**63 - 1, where every file does")
         opened = file if isinstance(file, File) else self._open_path(file, writes)
         if self._may_adopt_profile:
             self._adopt_profile(opened)
@@ -217,7 +219,13 @@ class Engine:
         if writes and opened.mode == "r":
             raise ValueError(f"{opened!r} was opened for reading: use mode 'r+' or 'w'")
         key = self._in_flight.hold(host.owner)
-        request = self._core.submit(writes, core, host.address, host.nbytes, offset, checksum, after)
+        try:
+            request = self._core.submit(writes, core, host.address, host.nbytes, offset, checksum, after)
+        except OSError as e:
+            self._in_flight.withdraw(key)
+            if e.errno == errno.ESHUTDOWN:  # closed by another thread just now
+                raise ClosedError("the Engine is closed") from None
+            raise
         self._in_flight.add(Entry(request, host.owner, opened), key)
         if self._all_direct is not core.direct:
             self._all_direct = core.direct and self._all_direct is not False
@@ -225,6 +233,7 @@ class Engine:
         return Request(self, request, request.crc if checksum else None)
 
     def _wait(self, request: _core.Request, timeout: float | None) -> None:
+        timeout = waiting_time(timeout)
         if not request.done():
             self._check_process()
             if not self._core.wait(request, timeout):
@@ -267,12 +276,17 @@ class Engine:
 
     def _adopt_profile(self, file: File) -> None:
         with self._adopting:
+            self._check_usable()
             if not self._may_adopt_profile:
                 return
             profile = load_profile(file.identity[0][0])
             if profile is not None:
                 self._core.close()  # it has had nothing to do yet
-                self._start(profile)
+                try:
+                    self._start(profile)
+                except (OSError, TypeError, ValueError) as e:
+                    warnings.warn(f"the profile of drive {profile.drive!r} is not used: {e}", RuntimeWarning, 5)
+                    self._start(DriveProfile(""))
             self._may_adopt_profile = False
 
     def _wait_for(self, requests: list[_core.Request]) -> None:
@@ -305,8 +319,13 @@ class Engine:
             raise ClosedError("the Engine is closed")
         self._check_process()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the engine, which alone can use it."""
+        return os.getpid() != self._pid
+
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ForkedError(
                 f"this Engine belongs to process {self._pid} and cannot be used in its forked child {os.getpid()}: "
                 f"make an Engine after forking"
@@ -353,7 +372,7 @@ def _check_depth(depth: int) -> int:
 
 def _check_block(block_size: int | str) -> int:
     nbytes = parse_size(block_size, "block_size")
-    if nbytes == 0 or nbytes % 4096 or nbytes > _MOST_BLOCK:
+    if nbytes == 0 or nbytes % 4096 or nbytes > MOST_BLOCK:
         raise ValueError(f"block_size must be a multiple of 4KiB up to 1GiB, found {block_size!r}")
     return nbytes
 

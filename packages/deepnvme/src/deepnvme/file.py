@@ -10,18 +10,23 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from . import _core
 from .errors import ClosedError, io_error, open_error
 from .sizes import parse_size
 
 PathLike = str | os.PathLike[str]
 Direct = bool | Literal["auto"]
+FileIdentity = tuple[tuple[int, int], ...]  # (device, inode) of every member
 
 _MODES = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT}
 _CAREFUL_ALIGNMENT = (4096, 4096)  # (memory, offset), where the kernel cannot tell
 # What open(O_DIRECT) answers where the filesystem cannot do it.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+_MOST_STRIPE = 1 << 40  # so that no count of members makes a whole round overflow
 
 _warned_devices: set[int] = set()
 
@@ -53,7 +58,8 @@ class File:
             raise ValueError(f"mode must be 'r', 'r+' or 'w', found {mode!r}")
         self.paths = tuple(_as_paths(paths))
         self.mode = mode
-        created = [path for path in self.paths if mode == "w" and not os.path.exists(path)]
+        # A link that leads nowhere yet creates what it names, and stays itself.
+        created = [os.path.realpath(path) for path in self.paths if mode == "w" and not os.path.exists(path)]
         try:
             descriptors = _open_all(self.paths, lambda path: _open(path, _MODES[mode] | os.O_CLOEXEC, 0o666))
             self._open(descriptors, size, stripe, direct)
@@ -90,18 +96,18 @@ class File:
             self.stripe = _check_stripe(stripe)
             status = [os.fstat(fd) for fd in cached]
             # (device, inode) of every member: the same for two Files of the same bytes.
-            self.identity = tuple((s.st_dev, s.st_ino) for s in status)
+            self.identity: FileIdentity = tuple((s.st_dev, s.st_ino) for s in status)
             self._check_distinct()
-            if direct not in (True, False, "auto"):
-                raise ValueError(f"direct must be True, False or 'auto', found {direct!r}")
-            found = _open_direct(self.paths, cached, direct)
+            found = _open_direct(self.paths, cached, check_direct(direct))
             wanted += found.fds
         except BaseException:
             for fd in wanted:
                 os.close(fd)
             raise
         fds = found.fds or [-1] * len(cached)
-        members = list(zip(cached, fds, self.paths, strict=True))
+        # The core needs the names for messages only, and knows text, which not every path is.
+        names = [path.encode("utf-8", "backslashreplace").decode() for path in self.paths]
+        members = list(zip(cached, fds, names, strict=True))
         # From here on the descriptors belong to the core, which closes them with the last request.
         self._core: _core.File | None = _core.File(members, self.stripe, *found.alignment)
         if size is not None:
@@ -115,9 +121,9 @@ class File:
 
     def _reserve(self, nbytes: int) -> None:
         if self.mode == "r":
-            if self.size < nbytes:
+            if (present := self.size) < nbytes:
                 self.close()
-                raise ValueError(f"size {nbytes} of a file opened for reading, which has {self.size} bytes")
+                raise ValueError(f"size {nbytes} of a file opened for reading, which has {present} bytes")
             return
         failure = self._open_core().reserve(nbytes)
         if failure:
@@ -159,6 +165,16 @@ class File:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"direct={self.direct}"
         return f"deepnvme.File({', '.join(self.paths)!r}, {self.mode!r}, {state})"
+
+
+def check_direct(direct: Any) -> Direct:
+    """The setting as True, False (NumPy's and 1, 0 too) or "auto". ValueError for anything else."""
+    if isinstance(direct, str):
+        if direct == "auto":
+            return "auto"
+    elif isinstance(direct, bool | int | np.bool_) and direct in (0, 1):
+        return bool(direct)
+    raise ValueError(f"direct must be True, False or 'auto', found {direct!r}")
 
 
 def striped_length(lengths: Sequence[int], stripe: int) -> int:
@@ -274,8 +290,8 @@ def _length(fd: int) -> int:
 
 def _check_stripe(stripe: int | str) -> int:
     nbytes = parse_size(stripe, "stripe")
-    if nbytes == 0 or nbytes % 4096:
-        raise ValueError(f"stripe must be a multiple of 4KiB, found {stripe!r}")
+    if nbytes == 0 or nbytes % 4096 or nbytes > _MOST_STRIPE:
+        raise ValueError(f"stripe must be a multiple of 4KiB, at most 1TiB, found {stripe!r}")
     return nbytes
 
 

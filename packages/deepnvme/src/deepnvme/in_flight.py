@@ -11,7 +11,7 @@ import weakref
 from typing import NamedTuple
 
 from . import _core
-from .file import File
+from .file import File, FileIdentity
 
 
 class Entry(NamedTuple):
@@ -29,8 +29,8 @@ class InFlight:
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._submitting: dict[object, object] = {}
-        # Failures that no wait() has raised, for flush(). Without their arrays.
-        self._failures: dict[int, _core.Request] = {}
+        # Failures that no wait() has raised, for flush() and sync(). Without their arrays and descriptors.
+        self._failures: dict[int, tuple[_core.Request, FileIdentity]] = {}
         _all.add(self)
 
     def hold(self, owner: object) -> object:
@@ -43,6 +43,10 @@ class InFlight:
         self._submitting[key] = owner
         return key
 
+    def withdraw(self, key: object) -> None:
+        """It was not submitted after all."""
+        del self._submitting[key]
+
     def add(self, entry: Entry, key: object) -> None:
         with self._lock:
             # A request is done before its id is listed as finished. So one that is not done here is still to be
@@ -52,7 +56,7 @@ class InFlight:
                 self._entries[entry.request.id] = entry
         del self._submitting[key]
         if not under_way:
-            self._note_failure(entry.request)
+            self._note_failure(entry)
 
     def let_go(self) -> None:
         """Forgets the requests that finished since the last call."""
@@ -60,7 +64,7 @@ class InFlight:
             entries = [self._entries.pop(id, None) for id in self._engine.take_finished()]
         for entry in entries:
             if entry is not None:
-                self._note_failure(entry.request)
+                self._note_failure(entry)
         # Arrays and files are released here, outside the lock: releasing may run anyone's finalizer.
 
     def let_go_of(self, request: _core.Request) -> None:
@@ -68,7 +72,7 @@ class InFlight:
         with self._lock:
             entry = self._entries.pop(request.id, None)
         if entry is not None:
-            self._note_failure(request)
+            self._note_failure(entry)
 
     def settle(self, request: _core.Request) -> None:
         """Someone waited for this one and hears of its failure, if any."""
@@ -85,12 +89,18 @@ class InFlight:
         """Failures that were not raised yet, oldest first."""
         with self._lock:
             failures, self._failures = self._failures, {}
-        return [failures[id] for id in sorted(failures)]
+        return [failures[id][0] for id in sorted(failures)]
 
-    def _note_failure(self, request: _core.Request) -> None:
-        if request.failed():
+    def take_failure_of(self, file: File) -> _core.Request | None:
+        """The oldest failure of a request for this file that was not raised yet."""
+        with self._lock:
+            ids = [id for id, (_, identity) in self._failures.items() if identity == file.identity]
+            return self._failures.pop(min(ids))[0] if ids else None
+
+    def _note_failure(self, entry: Entry) -> None:
+        if entry.request.failed():
             with self._lock:
-                self._failures[request.id] = request
+                self._failures[entry.request.id] = entry.request, entry.file.identity
 
 
 _all: weakref.WeakSet[InFlight] = weakref.WeakSet()

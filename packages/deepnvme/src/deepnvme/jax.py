@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .aligned_buffer import Buffer
+from .errors import ClosedError
 from .swap import Swap
 
 # A tree's structure is no array and stays in memory, as long as the Swap lives.
@@ -19,18 +22,22 @@ _structures: weakref.WeakKeyDictionary[Swap, dict[str, Any]] = weakref.WeakKeyDi
 def swap_out(swap: Swap, name: str, pytree: Any) -> None:
     """Stores the leaves of a pytree as "NAME/0", "NAME/1", ... and returns when they are stored.
 
-    Leaves that are no arrays are made jax arrays. OSError: as Swap.put.
+    Leaves that are no arrays are made jax arrays. OSError: as Swap.put; then nothing is stored under the name, neither
+    this tree nor the one before, of which leaves were overwritten.
     """
     leaves, structure = jax.tree_util.tree_flatten(pytree)
     # Arrays of an accelerator are brought to the host here; those of the CPU are only viewed.
     hosts = [np.asarray(jnp.asarray(leaf)) for leaf in leaves]
     known = _structures.setdefault(swap, {})
-    if name in known:
-        for i in range(len(leaves), known[name].num_leaves):
-            swap.pop(_leaf_name(name, i))
-    requests = [swap.put(_leaf_name(name, i), host) for i, host in enumerate(hosts)]
-    for request in requests:
-        request.wait()
+    before = known.pop(name).num_leaves if name in known else 0
+    try:
+        _pop_leaves(swap, name, range(len(leaves), before))
+        requests = [swap.put(_leaf_name(name, i), host) for i, host in enumerate(hosts)]
+        for request in requests:
+            request.wait()
+    except BaseException:
+        _pop_leaves(swap, name, range(max(len(leaves), before)))
+        raise
     known[name] = structure
 
 
@@ -41,6 +48,12 @@ def swap_in(swap: Swap, name: str) -> Any:
         raise KeyError(name)
     requests = [swap.get(_leaf_name(name, i)) for i in range(structure.num_leaves)]
     return jax.tree_util.tree_unflatten(structure, [_to_jax(request.result()) for request in requests])
+
+
+def _pop_leaves(swap: Swap, name: str, numbers: Iterable[int]) -> None:
+    for i in numbers:
+        with contextlib.suppress(KeyError, ClosedError):
+            swap.pop(_leaf_name(name, i))
 
 
 def _leaf_name(name: str, i: int) -> str:

@@ -16,7 +16,7 @@ from .dtypes import dtype_named
 from .errors import ClosedError
 from .extents import Extents
 from .in_flight import let_go_of_finished
-from .sizes import format_size, parse_size
+from .sizes import format_size, parse_size, waiting_time
 
 _WARN_AFTER = 10.0  # seconds
 # Finished requests hold their arrays until someone looks; a pool that waits for such an array looks itself.
@@ -40,7 +40,8 @@ class Pool:
         self.locked = False
         if lock:
             self._lock_pages()
-        self._turn = threading.Lock()  # held by the one thread that is allocating, perhaps waiting
+        self._turn = threading.Lock()  # held by the one thread that may take, perhaps waiting
+        self._books = threading.Lock()  # guards the extents; never held while waiting
         # Ranges on their way back. A SimpleQueue may be filled from a finalizer that interrupts anything, even us.
         self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -57,6 +58,7 @@ class Pool:
                 f"a buffer of {format_size(nbytes)} does not fit into a pool of {format_size(self.capacity)}: "
                 f"make the pool larger, or the buffer smaller"
             )
+        timeout = waiting_time(timeout)
         started = time.monotonic()
         # One at a time, so that a large buffer is not starved by small ones that slip in between.
         if not self._turn.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
@@ -70,15 +72,16 @@ class Pool:
     @property
     def used(self) -> int:
         """Bytes handed out at present, in whole pages."""
-        with self._turn:
+        with self._books:
             self._collect()
             return self._extents.used
 
     def _wait_for_room(self, nbytes: int, started: float, timeout: float | None) -> int:
         warned_at = started
         while True:
-            self._collect()
-            start = self._extents.allocate(nbytes) if nbytes else 0
+            with self._books:
+                self._collect()
+                start = self._extents.allocate(nbytes) if nbytes else 0
             if start is not None:
                 return start
             now = time.monotonic()
@@ -94,7 +97,8 @@ class Pool:
                 )
             let_go_of_finished()
             with contextlib.suppress(queue.Empty):
-                self._give_back(*self._returned.get(timeout=_LOOK_EVERY))
+                came_back = self._returned.get(timeout=_LOOK_EVERY)
+                self._returned.put(came_back)  # for the next look, under the lock
 
     def _collect(self) -> None:
         while True:

@@ -80,6 +80,8 @@ class Request:
 
     def add_done_callback(self, fn: Callable[[Request], Any]) -> None:
         """Calls fn(request) once it has ended: at once if it has, else in a thread of the engine's."""
+        if not self.done():
+            self._engine._check_process()  # nothing would ever call it in a forked child
         self._engine._callbacks.add(self, fn)
 
     def __await__(self) -> Generator[Any, None, Any]:

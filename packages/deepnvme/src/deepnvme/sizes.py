@@ -1,10 +1,14 @@
-"""Numbers as people give them: whole ones, and sizes such as 4096 or "1MiB"."""
+"""Numbers as people give them: whole ones, seconds, and sizes such as 4096 or "1MiB"."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
+
+MOST_BYTES = (1 << 63) - 1  # of a file or of memory: what the system counts with is signed
+_LONGEST = 1e9  # seconds; the clocks of the system overflow soon behind it
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -28,6 +32,8 @@ def parse_size(size: int | str, name: str = "size") -> int:
             raise TypeError(f"{name} must be an int or a string, not {type(size).__name__}") from None
     if nbytes < 0:
         raise ValueError(f"{name} must not be negative, found {nbytes}")
+    if nbytes > MOST_BYTES:
+        raise ValueError(f"{name} must be at most 2**63 - 1 bytes, found {size!r}")
     return nbytes
 
 
@@ -37,6 +43,19 @@ def format_size(nbytes: int) -> str:
         if nbytes and nbytes % _UNITS[unit.upper()] == 0:
             return f"{nbytes // _UNITS[unit.upper()]}{unit}"
     return f"{nbytes}B"
+
+
+def waiting_time(timeout: float | None) -> float | None:
+    """Seconds to wait; None, as for any number above 30 years: until it ends. TypeError, ValueError: no number."""
+    if timeout is None:
+        return None
+    try:
+        no_number = math.isnan(timeout)
+    except TypeError:  # text, a sequence
+        raise TypeError(f"timeout must be a number of seconds or None, found {timeout!r}") from None
+    if no_number:
+        raise ValueError("timeout must be a number of seconds or None, found nan")
+    return timeout if timeout < _LONGEST else None
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,10 +92,10 @@ class Swap:
         array = made_contiguous(array)
         dtype, shape = dtype_and_shape(array)
         nbytes = describe(array).nbytes
-        with self._lock:
-            self._check_open()
+        with self._turn():
             old = self._stored.get(name)
-            if old is not None and nbytes <= old.room < 2 * max(nbytes, self._extents.unit):
+            in_place = old is not None and nbytes <= old.room < 2 * max(nbytes, self._extents.unit)
+            if old is not None and in_place:
                 start, room, after = old.start, old.room, old.users()
             else:
                 start, room, after = self._allocate(name, nbytes), self._extents.rounded(nbytes), []
@@ -103,11 +104,11 @@ class Swap:
                     True, self._file, array, start, self._checksum and crc32c is None, [(user, False) for user in after]
                 )
             except BaseException:
-                if old is None or start != old.start:
+                if not in_place:
                     self._free(start, room)
                 raise
             self._stored[name] = _Stored(start, room, nbytes, dtype, shape, request._core, crc32c)
-            if old is not None and start != old.start:
+            if old is not None and not in_place:
                 self._leaving.append(old)
             return request if crc32c is None else Request(self._engine, request._core, lambda: crc32c)
 
@@ -117,8 +118,7 @@ class Swap:
         `out`: a contiguous array of as many bytes, whatever its dtype. KeyError: no such tensor. The request raises
         ChecksumError (an OSError) when the bytes are not those that were put.
         """
-        with self._lock:
-            self._check_open()
+        with self._turn():
             stored = self._find(name)
             array = empty(stored.shape, stored.dtype.name) if out is None else out
             nbytes = describe_writable(array).nbytes
@@ -139,8 +139,7 @@ class Swap:
 
     def pop(self, name: str) -> None:
         """Forgets a tensor; its room is used again. Reads that were started before are completed. KeyError."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._find(name)
             self._leaving.append(self._stored.pop(name))
 
@@ -173,7 +172,10 @@ class Swap:
         return paths[0] if len(paths) == 1 else paths
 
     def close(self) -> None:
-        """Waits for what is under way; then tensors and space are gone."""
+        """Waits for what is under way; then tensors and space are gone. In a forked child they stay the parent's."""
+        if self._engine.forked:
+            self._file.close()  # nothing under way there ends here
+            return
         with self._lock:
             if self._file.closed:
                 return
@@ -273,6 +275,14 @@ class Swap:
         failure = stored.put.error()
         self._drop_failed()
         raise KeyError(f"{name}: storing it had failed: {io_error(*failure) if failure else 'cancelled'}")
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock, of an open Swap. A forked child is refused first: another thread may have held the lock."""
+        self._engine._check_process()
+        with self._lock:
+            self._check_open()
+            yield
 
     def _check_open(self) -> None:
         if self._file.closed:

@@ -5,52 +5,32 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import Progress
 
 from .. import _core
-from ..sizes import format_size, parse_size
+from ..engine import MOST_BLOCK
+from ..sizes import format_size
 from . import fio, reports
 from .drive_facts import facts
+from .options import NewFile, Seconds, Size
 from .sweep import OPERATIONS, Point, Record, Workspace, measure, measure_steadily
 
-
-class _Size(click.ParamType):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_size(value)
-        except ValueError as e:
-            self.fail(str(e), param, ctx)
-
-
-class _NewFile(click.Path):
-    """A file that can be written: asked before anything is measured, which would be lost."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = os.fsdecode(super().convert(value, param, ctx))
-        folder = os.path.dirname(path) or "."
-        if path != "-" and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-            self.fail(f"{folder} is no directory that can be written", param, ctx)
-        return path
-
-
-_SECONDS = click.FloatRange(min=0)
+_SECONDS = Seconds()
+_BLOCK = Size(4096, MOST_BLOCK)
 
 
 @click.command("run")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, writable=True))
-@click.option("--size", type=_Size(), default="2GiB", show_default=True, help="Of the scratch file.")
+@click.option("--size", type=Size(), default="2GiB", show_default=True, help="Of the scratch file.")
 @click.option("--seconds", type=_SECONDS, help="Per point. By default the file is moved once; with --compare, 2.")
 @click.option("--op", type=click.Choice([*OPERATIONS, "all"]), default="all", show_default=True)
 @click.option("--compare", type=click.Choice(["fio"]), help="Measure the same work by another program, too.")
-@click.option("--json", "json_path", type=_NewFile(dir_okay=False), help="Write all records; - is standard output.")
-@click.option("--html", "html_path", type=_NewFile(dir_okay=False), help="Write one self-contained page with plots.")
-@click.option("--block-size", type=_Size(), multiple=True, default=["256KiB", "1MiB", "4MiB"], show_default=True)
+@click.option("--json", "json_path", type=NewFile(dir_okay=False), help="Write all records; - is standard output.")
+@click.option("--html", "html_path", type=NewFile(dir_okay=False), help="Write one self-contained page with plots.")
+@click.option("--block-size", type=_BLOCK, multiple=True, default=["256KiB", "1MiB", "4MiB"], show_default=True)
 @click.option("--queue-depth", type=click.IntRange(1, 4096), multiple=True, default=[4, 16, 64], show_default=True)
 @click.option("--backend", type=click.Choice(_core.backend_names()), multiple=True, default=_core.backend_names())
 @click.option("--threads", type=click.IntRange(1, 256), multiple=True, help="By default the engine's own choice.")
@@ -96,12 +76,15 @@ def command(
     except OSError as e:
         raise click.ClickException(f"{e}\nhint: is there room for {format_size(size)} in {directory}?") from None
     report = {"where": facts(directory), "written_bytes": written, "records": records}
-    if json_path:
-        reports.write_json(report, json_path)
-    if html_path:
-        reports.write_html(report, html_path)
     if json_path != "-":
         reports.print_table(report)
+    try:
+        if json_path:
+            reports.write_json(report, json_path)
+        if html_path:
+            reports.write_html(report, html_path)
+    except OSError as e:
+        raise click.ClickException(f"the report cannot be written: {e}") from None
 
 
 def _measured(

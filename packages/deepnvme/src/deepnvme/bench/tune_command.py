@@ -12,7 +12,8 @@ from rich.progress import Progress
 
 from ..drive_profile import DriveProfile, drive_key, save_profile
 from ..file import File
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
+from .options import Seconds, Size
 from .sweep import Point, Record, Workspace, measure
 
 _BLOCKS = (512 << 10, 1 << 20, 2 << 20, 4 << 20)
@@ -22,16 +23,18 @@ _AS_GOOD = 0.98  # of the best: what is left decides by memory in flight, and me
 
 @click.command("tune")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, writable=True))
-@click.option("--size", default="1GiB", show_default=True, help="Of the scratch file.")
-@click.option("--seconds", type=float, default=1.0, show_default=True, help="Per setting.")
+@click.option("--size", type=Size(), default="1GiB", show_default=True, help="Of the scratch file.")
+@click.option("--seconds", type=Seconds(), default=1.0, show_default=True, help="Per setting.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Each setting, in turns.")
 @click.option("--dry-run", is_flag=True, help="Print the profile, do not save it.")
-def command(directory: str, size: str, seconds: float, rounds: int, dry_run: bool) -> None:
+def command(directory: str, size: int, seconds: float, rounds: int, dry_run: bool) -> None:
     """Finds the best settings and saves them as the drive's profile, which Engine then uses."""
     device = os.stat(directory).st_dev
+    if size < (largest := max(_BLOCKS)):
+        raise click.UsageError(f"--size {format_size(size)} is smaller than the largest block, {format_size(largest)}")
     settings = list(itertools.product(_BLOCKS, _DEPTHS))
     try:
-        with Workspace(directory, parse_size(size)) as space:
+        with Workspace(directory, size) as space:
             rates = _measure_all(space, settings, seconds, rounds)
     except OSError as e:
         raise click.ClickException(f"{e}\nhint: a smaller --size needs less room") from None
@@ -47,9 +50,14 @@ def command(directory: str, size: str, seconds: float, rounds: int, dry_run: boo
         block_size=block,
         measured={"read_gigabytes_per_second": read, "write_gigabytes_per_second": write, "direct": direct},
     )
-    where = "not saved" if dry_run else str(save_profile(profile))
     click.echo(f"drive {profile.drive}: block size {format_size(block)}, queue depth {depth}")
-    click.echo(f"read {read:.2f} GB/s, overwrite {write:.2f} GB/s; {where}")
+    try:
+        where = "not saved" if dry_run else str(save_profile(profile))
+    except OSError as e:
+        where = "not saved"
+        raise click.ClickException(f"the profile cannot be saved: {e}; DEEPNVME_PROFILES names another place") from None
+    finally:
+        click.echo(f"read {read:.2f} GB/s, overwrite {write:.2f} GB/s; {where}")
 
 
 def best_setting(rates: dict[tuple[int, int], tuple[float, float]]) -> tuple[int, int]:
