@@ -135,3 +135,9 @@ def full_gradients(model):
         dist.all_reduce(whole)
         full[name] = whole.view(slot.shape)
     return full
+
+
+def one_and_two(ranks, function, *args):
+    """The function on one rank here, with shards that are never resident, and on two ranks."""
+    function(0, 1, *args)
+    ranks(function, 2, *args)
