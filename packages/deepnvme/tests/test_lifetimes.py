@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import deepnvme
+from deepnvme.arrays import describe
 
 
 def test_dropped_target_is_not_handed_to_anyone_else(io, tmp_path):
@@ -223,6 +224,18 @@ def test_tensor_that_is_given_other_memory_meanwhile(backend, run_python, shift)
         backend,
         str(shift),
     )
+
+
+def test_what_is_transferred_counts_among_the_users_of_its_storage():
+    """A pool of somebody else's asks for that count before it gives memory to the next one."""
+    torch = pytest.importorskip("torch")
+    kept = torch.empty(4096, dtype=torch.uint8)
+    storage = kept.untyped_storage()
+    alone = torch._C._storage_Use_Count(storage._cdata)
+    described = describe(kept[:1024])  # what an engine holds meanwhile
+    assert torch._C._storage_Use_Count(storage._cdata) > alone
+    del described
+    assert torch._C._storage_Use_Count(storage._cdata) == alone
 
 
 def test_engine_that_cannot_be_made_leaves_nothing(tmp_path):

@@ -61,7 +61,8 @@ def _describe_torch(tensor: Any) -> HostArray:
         raise ValueError(f"{_words(tensor)} is not contiguous (strides {tuple(tensor.stride())}): call .contiguous()")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{_words(tensor)} is a lazy conjugate or negative: call .resolve_conj().resolve_neg()")
-    # The storage, not the tensor, is what keeps the memory: `tensor.data = other` lets go of it.
+    # The storage, not the tensor, is what keeps the memory: `tensor.data = other` lets go of it. Of tensors alone there
+    # is a count, by which others may tell that the memory is in use.
     storage = tensor.untyped_storage()
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     if nbytes and (not address or storage.nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes):
@@ -69,7 +70,7 @@ def _describe_torch(tensor: Any) -> HostArray:
             f"{_words(tensor)} has no memory behind its {nbytes} bytes: its storage was resized, or it only stands "
             f"for other tensors (of a DTensor, transfer .to_local())"
         )
-    return HostArray(address, nbytes, False, storage)
+    return HostArray(address, nbytes, False, (tensor, storage))
 
 
 def _describe_numpy(array: np.ndarray) -> HostArray:
