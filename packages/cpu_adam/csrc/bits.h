@@ -30,6 +30,6 @@ INLINE int is_nan_bits(uint32_t bits) { return (bits & 0x7FFFFFFFu) > (uint32_t)
 /* Which NaN an operation makes differs between architectures (x86 a negative one, ARM a positive one) and,
  * for two NaN operands, with the order the compiler put them in. What is stored is therefore always this
  * one NaN: else results would not be the same bits on every instruction set. */
-INLINE float canonical(float value) { return is_nan_bits(bits_of(value)) ? float_of(QUIET_NAN_BITS) : value; }
+INLINE float canonical(float value) { return value == value ? value : float_of(QUIET_NAN_BITS); }
 
 #endif
