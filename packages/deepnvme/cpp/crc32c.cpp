@@ -122,40 +122,74 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t raw_by_sse42(uint32_t raw, con
   return one_chain(raw, p, nbytes);
 }
 
-// -- vpclmulqdq: 256 bytes at a time folded onto the next 256 by carry-less multiplication --------------------------
+// -- vpclmulqdq: 256 bytes, or 512, at a time folded onto the next by carry-less multiplication ----------------------
 //
-// A 128-bit lane holds L = lo * x^64 + hi (its low half comes first in the message). Moving it 2048 bits on means
-// L * x^2048 = lo * x^2112 + hi * x^2048; each product gains an x, as above, so the factors are one power less.
+// A 128-bit lane holds L = lo * x^64 + hi (its low half comes first in the message). Moving it n bits on means
+// L * x^n = lo * x^(n + 64) + hi * x^n; each product gains an x, as above, so the factors are one power less.
+
+constexpr int64_t factor_of_low(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits + 63)} << 32); }
+constexpr int64_t factor_of_high(uint64_t bits) { return static_cast<int64_t>(uint64_t{power_of_x(bits - 1)} << 32); }
+
+constexpr size_t kRegisters = 8;
+constexpr size_t kAhead = 2048;
+
+// Four lines a round are more than the processor itself fetches ahead. Beyond the end it does nothing.
+__attribute__((always_inline)) inline void prefetch(const unsigned char* p, size_t nbytes) {
+  for (size_t line = 0; line < nbytes; line += 64) _mm_prefetch(p + kAhead + line, _MM_HINT_T0);
+}
 
 __attribute__((target("avx2,pclmul,vpclmulqdq,sse4.2"))) uint32_t raw_by_vpclmulqdq(uint32_t raw, const void* data,
                                                                                    size_t nbytes) {
-  constexpr size_t kStep = 256;
-  constexpr size_t kAhead = 2048;
-  constexpr uint64_t kLow = static_cast<uint64_t>(power_of_x(8 * kStep + 63)) << 32;
-  constexpr uint64_t kHigh = static_cast<uint64_t>(power_of_x(8 * kStep - 1)) << 32;
+  constexpr size_t kStep = kRegisters * sizeof(__m256i);
+  constexpr int64_t kLow = factor_of_low(8 * kStep), kHigh = factor_of_high(8 * kStep);
   if (nbytes < 2 * kStep) return raw_by_sse42(raw, data, nbytes);
   const auto* p = static_cast<const unsigned char*>(data);
   const auto load = [&p](size_t i) __attribute__((target("avx2"))) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i);
   };
-  const __m256i factors = _mm256_set_epi64x(static_cast<long long>(kHigh), static_cast<long long>(kLow),
-                                            static_cast<long long>(kHigh), static_cast<long long>(kLow));
-  __m256i folded[8];
-  for (size_t i = 0; i < 8; ++i) folded[i] = load(i);
+  const __m256i factors = _mm256_set_epi64x(kHigh, kLow, kHigh, kLow);
+  __m256i folded[kRegisters];
+  for (size_t i = 0; i < kRegisters; ++i) folded[i] = load(i);
   // The register so far is a summand of the first four bytes.
   folded[0] = _mm256_xor_si256(folded[0], _mm256_set_epi32(0, 0, 0, 0, 0, 0, 0, static_cast<int>(raw)));
   for (p += kStep, nbytes -= kStep; nbytes >= kStep; p += kStep, nbytes -= kStep) {
-    // Four lines a round are more than the processor itself fetches ahead. Beyond the end it does nothing.
-    for (size_t line = 0; line < kStep; line += 64) _mm_prefetch(p + kAhead + line, _MM_HINT_T0);
-    for (size_t i = 0; i < 8; ++i) {
+    prefetch(p, kStep);
+    for (size_t i = 0; i < kRegisters; ++i) {
       const __m256i low = _mm256_clmulepi64_epi128(folded[i], factors, 0x00);
       const __m256i high = _mm256_clmulepi64_epi128(folded[i], factors, 0x11);
       folded[i] = _mm256_xor_si256(_mm256_xor_si256(low, high), load(i));
     }
   }
-  // What was folded is a message of 256 bytes with the same remainder.
+  // What was folded is a message of kStep bytes with the same remainder.
   raw = one_chain(0, reinterpret_cast<const unsigned char*>(folded), sizeof folded);
   return raw_by_sse42(raw, p, nbytes);
+}
+
+// The same with registers twice as wide: intrinsics are of one width, and a compiler target is of one function.
+__attribute__((target("avx512f,pclmul,vpclmulqdq,sse4.2"))) uint32_t raw_by_avx512(uint32_t raw, const void* data,
+                                                                                  size_t nbytes) {
+  constexpr size_t kStep = kRegisters * sizeof(__m512i);
+  constexpr int64_t kLow = factor_of_low(8 * kStep), kHigh = factor_of_high(8 * kStep);
+  constexpr int kXorOfThree = 0x96;
+  if (nbytes < 2 * kStep) return raw_by_vpclmulqdq(raw, data, nbytes);
+  const auto* p = static_cast<const unsigned char*>(data);
+  const auto load = [&p](size_t i) __attribute__((target("avx512f"))) {
+    return _mm512_loadu_si512(reinterpret_cast<const __m512i*>(p) + i);
+  };
+  const __m512i factors = _mm512_set_epi64(kHigh, kLow, kHigh, kLow, kHigh, kLow, kHigh, kLow);
+  __m512i folded[kRegisters];
+  for (size_t i = 0; i < kRegisters; ++i) folded[i] = load(i);
+  folded[0] = _mm512_xor_si512(folded[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(raw))));
+  for (p += kStep, nbytes -= kStep; nbytes >= kStep; p += kStep, nbytes -= kStep) {
+    prefetch(p, kStep);
+    for (size_t i = 0; i < kRegisters; ++i) {
+      const __m512i low = _mm512_clmulepi64_epi128(folded[i], factors, 0x00);
+      const __m512i high = _mm512_clmulepi64_epi128(folded[i], factors, 0x11);
+      folded[i] = _mm512_ternarylogic_epi64(low, high, load(i), kXorOfThree);
+    }
+  }
+  raw = one_chain(0, reinterpret_cast<const unsigned char*>(folded), sizeof folded);
+  return raw_by_vpclmulqdq(raw, p, nbytes);
 }
 
 bool has_sse42() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
@@ -163,12 +197,14 @@ bool has_sse42() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supp
 bool has_vpclmulqdq() {
   return has_sse42() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
 }
+bool has_avx512() { return has_vpclmulqdq() && __builtin_cpu_supports("avx512f"); }
 
 #endif
 
 const std::vector<Crc32cKernel>& all_kernels() {
   static const std::vector<Crc32cKernel> kernels = {
 #if defined(__x86_64__)
+      {"avx512", has_avx512, raw_by_avx512},
       {"vpclmulqdq", has_vpclmulqdq, raw_by_vpclmulqdq},
       {"sse4.2", has_sse42, raw_by_sse42},
 #endif

@@ -22,7 +22,7 @@ inline uint32_t crc32c_finish(uint32_t raw, uint64_t nbytes) { return ~(raw ^ cr
 // The published CRC of data that continues data whose CRC was `value` (0 for none).
 inline uint32_t crc32c(uint32_t value, const void* data, size_t nbytes) { return ~crc32c_raw(~value, data, nbytes); }
 
-// The implementations that this CPU runs, best first ("vpclmulqdq", "sse4.2", "table"); tests run each.
+// The implementations that this CPU runs, best first ("avx512", "vpclmulqdq", "sse4.2", "table"); tests run each.
 struct Crc32cKernel {
   const char* name;
   bool (*runs_here)();

@@ -27,7 +27,8 @@ int main() {
   std::vector<unsigned char> data(40'000);
   for (auto& byte : data) byte = static_cast<unsigned char>(rng());
   CHECK(crc32c(0, "123456789", 9) == 0xE3069283u);
-  for (size_t n : {0, 1, 8, 31, 255, 256, 300, 511, 512, 700, 4096, 12'287, 12'288, 12'289, 39'990}) {
+  for (size_t n : {0, 1, 8, 31, 255, 256, 300, 511, 512, 700, 1023, 1024, 1100, 1536, 4096, 12'287, 12'288, 12'289,
+                   39'990}) {
     for (size_t shift : {0, 1, 7}) {
       const uint32_t expected = by_definition(data.data() + shift, n);
       for (const Crc32cKernel& kernel : crc32c_kernels()) CHECK(~kernel.raw(~0u, data.data() + shift, n) == expected);
