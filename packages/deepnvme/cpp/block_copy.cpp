@@ -13,45 +13,52 @@ namespace deepnvme {
 namespace {
 
 // Below this the reader may well find the copy still in the cache.
-constexpr size_t kStreamed = 64 << 10;
+constexpr size_t kLarge = 64 << 10;
 
 #if defined(__x86_64__)
 
 constexpr size_t kLine = 64;
+// Far enough for a memory that others use meanwhile: there it saves a sixth of the time, where nobody does nothing.
+constexpr size_t kAhead = 8 << 10;
 
+// `to` at a whole line, nbytes whole lines.
+template <Target target>
 void copy_lines(std::byte* to, const std::byte* from, size_t nbytes) {
+  const auto store = target == Target::memory ? _mm_stream_si128 : _mm_store_si128;
   for (; nbytes; nbytes -= kLine, to += kLine, from += kLine) {
+    _mm_prefetch(from + kAhead, _MM_HINT_T0);
     const auto* source = reinterpret_cast<const __m128i*>(from);
-    auto* target = reinterpret_cast<__m128i*>(to);
+    auto* line = reinterpret_cast<__m128i*>(to);
     // A whole line at a time: the write-combining buffer then leaves as one burst.
     const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
     const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-    _mm_stream_si128(target, a);
-    _mm_stream_si128(target + 1, b);
-    _mm_stream_si128(target + 2, c);
-    _mm_stream_si128(target + 3, d);
+    store(line, a);
+    store(line + 1, b);
+    store(line + 2, c);
+    store(line + 3, d);
   }
 }
 
-void copy_streamed(std::byte* to, const std::byte* from, size_t nbytes) {
+template <Target target>
+void copy_large(std::byte* to, const std::byte* from, size_t nbytes) {
   const size_t head = std::min(nbytes, static_cast<size_t>(-reinterpret_cast<uintptr_t>(to) % kLine));
   const size_t lines = (nbytes - head) / kLine * kLine;
   std::memcpy(to, from, head);
-  copy_lines(to + head, from + head, lines);
+  copy_lines<target>(to + head, from + head, lines);
   std::memcpy(to + head + lines, from + head + lines, nbytes - head - lines);
   // Streamed stores are not ordered by a release; who is told that the bytes are there must find them.
-  _mm_sfence();
+  if constexpr (target == Target::memory) _mm_sfence();
 }
 
 #endif
 
-void copy_plain(std::byte* to, const std::byte* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
+void copy_small(std::byte* to, const std::byte* from, size_t nbytes) { std::memcpy(to, from, nbytes); }
 
 auto copy_towards([[maybe_unused]] Target target, [[maybe_unused]] size_t nbytes) {
 #if defined(__x86_64__)
-  if (target == Target::memory && nbytes >= kStreamed) return copy_streamed;
+  if (nbytes >= kLarge) return target == Target::memory ? copy_large<Target::memory> : copy_large<Target::slot>;
 #endif
-  return copy_plain;
+  return copy_small;
 }
 
 }  // namespace
