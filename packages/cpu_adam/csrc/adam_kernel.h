@@ -37,7 +37,7 @@
 #endif
 
 enum {
-    PREFETCH_BYTES = 512, /* a strip ahead of the one at hand */
+    PREFETCH_BYTES = 512, /* ahead of the strip at hand */
     TILE = 256,           /* elements */
     CACHE_LINE = 64,
 };

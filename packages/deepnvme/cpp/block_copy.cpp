@@ -24,7 +24,13 @@ constexpr size_t kAhead = 8 << 10;
 // `to` at a whole line, nbytes whole lines.
 template <Target target>
 void copy_lines(std::byte* to, const std::byte* from, size_t nbytes) {
-  const auto store = target == Target::memory ? _mm_stream_si128 : _mm_store_si128;
+  const auto store = [](__m128i* where, __m128i value) {
+    if constexpr (target == Target::memory) {
+      _mm_stream_si128(where, value);
+    } else {
+      _mm_store_si128(where, value);
+    }
+  };
   for (; nbytes; nbytes -= kLine, to += kLine, from += kLine) {
     _mm_prefetch(from + kAhead, _MM_HINT_T0);
     const auto* source = reinterpret_cast<const __m128i*>(from);
