@@ -338,6 +338,7 @@ def train_experts(rank, world, nvme, implementation, counts):
         assert len(in_tiles(model)) == (4 if count > 1 else 0)
         optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
         its_optimizer = torch.optim.AdamW(reference.parameters(), **SETTINGS)
+        noise, largest = 1e-7, {}
         for step in range(3):
             tokens = torch.randint(0, 31, (world, 6), generator=torch.Generator().manual_seed(step))
             loss = model(input_ids=tokens[rank : rank + 1], labels=tokens[rank : rank + 1]).loss
@@ -345,11 +346,17 @@ def train_experts(rank, world, nvme, implementation, counts):
             torch.testing.assert_close(loss, wanted[rank], rtol=1e-5, atol=1e-5)
             loss.backward()
             (sum(wanted) / world).backward()
-            assert_close(gradients(model), gradients(reference), 1e-4, 1e-7)
+            assert_close(gradients(model), gradients(reference), 1e-4, noise)
+            for name, grad in gradients(reference).items():
+                largest[name] = max(largest.get(name, 0.0), grad.abs().max().item())
             for one in (optimizer, its_optimizer):
                 one.step()
                 one.zero_grad()
-        assert_close(state_of(model), state_of(reference), 1e-3)
+        # The gates' gradients are of 1e-11, all of it rounding, and Adam makes steps of its sign.
+        left_out = {name for name, value in largest.items() if 0 < value <= noise}
+        assert all(name.endswith("mlp.gate.weight") for name in left_out)
+        found, wanted = ({k: v for k, v in state_of(one).items() if k not in left_out} for one in (model, reference))
+        assert_close(found, wanted, 1e-3)
 
 
 @pytest.mark.parametrize("implementation", EXPERTS)
