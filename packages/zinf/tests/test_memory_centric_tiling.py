@@ -338,8 +338,8 @@ def train_experts(rank, world, nvme, implementation, counts):
         assert len(in_tiles(model)) == (4 if count > 1 else 0)
         optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
         its_optimizer = torch.optim.AdamW(reference.parameters(), **SETTINGS)
-        noise, largest = 1e-7, {}
-        for step in range(3):
+        noise, largest, steps = 1e-7, {}, 3
+        for step in range(steps):
             tokens = torch.randint(0, 31, (world, 6), generator=torch.Generator().manual_seed(step))
             loss = model(input_ids=tokens[rank : rank + 1], labels=tokens[rank : rank + 1]).loss
             wanted = [reference(input_ids=own, labels=own).loss for own in tokens.split(1)]
@@ -347,16 +347,18 @@ def train_experts(rank, world, nvme, implementation, counts):
             loss.backward()
             (sum(wanted) / world).backward()
             assert_close(gradients(model), gradients(reference), 1e-4, noise)
-            for name, grad in gradients(reference).items():
+            for name, grad in [*gradients(model).items(), *gradients(reference).items()]:
                 largest[name] = max(largest.get(name, 0.0), grad.abs().max().item())
             for one in (optimizer, its_optimizer):
                 one.step()
                 one.zero_grad()
-        # The gates' gradients are of 1e-11, all of it rounding, and Adam makes steps of its sign.
-        left_out = {name for name, value in largest.items() if 0 < value <= noise}
-        assert all(name.endswith("mlp.gate.weight") for name in left_out)
-        found, wanted = ({k: v for k, v in state_of(one).items() if k not in left_out} for one in (model, reference))
-        assert_close(found, wanted, 1e-3)
+        # The gates' gradients are of 1e-11, all of it rounding: what Adam makes of that at most, on either side.
+        at_most = {k: 2 * steps * SETTINGS["lr"] * g / SETTINGS["eps"] for k, g in largest.items() if 0 < g <= noise}
+        assert all(name.endswith("mlp.gate.weight") for name in at_most)
+        found, wanted = state_of(model), state_of(reference)
+        assert list(found) == list(wanted)
+        for name in found:
+            assert_close({name: found[name]}, {name: wanted[name]}, 1e-3, at_most.get(name, 0.0))
 
 
 @pytest.mark.parametrize("implementation", EXPERTS)
