@@ -10,10 +10,10 @@
  * - Each stream is prefetched a fixed distance ahead, strip by strip between the arithmetic: all of a tile's lines
  *   asked for at once would wait for one another. Strip and distance are by measurement. On a Zen 3 with AVX2 512 bytes
  *   and 32 elements make 1.00 of a plain loop's speed with two threads, where 1.25 KiB and 64 make 0.83-0.96. On a
- *   Zen 4 with AVX-512 512 bytes and 16 elements, one register, make 1.05-1.15 of what those do. On ARM neither was
- *   measured.
- * - The split master with AVX-512 goes line by line instead (update_split_lines), 10-15 % faster there and with AVX2
- *   slower.
+ *   Zen 4 with AVX-512 512 bytes and 16 elements, one register, make 1.1-1.2 of what those do with one thread, and 1.0
+ *   (fp32) and 1.2 (with a copy) with two. On ARM neither was measured.
+ * - The split master with AVX-512 goes line by line instead (update_split_lines): on that Zen 4 1.15-1.20 of the tiles'
+ *   speed with one thread, 1.00-1.02 with two. AVX2 gains nothing by it, and plain SSE2 loses a quarter.
  * - `param_out` is written around the cache, since nothing in this pass reads it: saves fetching the line
  *   first. Parameters and moments were just read and are in the cache: ordinary stores are faster for them.
  *
@@ -68,9 +68,12 @@ static float *load_param(const struct adam_step *s, int64_t i, ptrdiff_t n, floa
 
 /* ---- update ---- */
 
+enum nan_stored { ANY_NAN, ONE_NAN }; /* as it comes, or the canonical one (bits.h) */
+
 /* The equations of coefficients.h on n elements. */
 INLINE void update_strip(float *restrict param, const float *restrict grad, float *restrict exp_avg,
-                         float *restrict exp_avg_sq, const struct coefficients *coefficients, ptrdiff_t n) {
+                         float *restrict exp_avg_sq, const struct coefficients *coefficients, enum nan_stored stored,
+                         ptrdiff_t n) {
     const struct coefficients k = *coefficients;
     for (ptrdiff_t j = 0; j < n; j++) {
         float p = param[j], m = exp_avg[j], v = exp_avg_sq[j];
@@ -83,9 +86,26 @@ INLINE void update_strip(float *restrict param, const float *restrict grad, floa
         v = k.beta2.high * v + (k.beta2.low * v + (k.one_minus_beta2 * g) * g);
         p = k.decay * p - (k.step_size * m) / (sqrtf(v) + k.eps);
 
-        param[j] = canonical(p);
-        exp_avg[j] = canonical(m);
-        exp_avg_sq[j] = canonical(v);
+        param[j] = stored == ONE_NAN ? canonical(p) : p;
+        exp_avg[j] = stored == ONE_NAN ? canonical(m) : m;
+        exp_avg_sq[j] = stored == ONE_NAN ? canonical(v) : v;
+    }
+}
+
+INLINE int any_nan(const float *values, ptrdiff_t n) {
+    int32_t nan = 0;
+    for (ptrdiff_t j = 0; j < n; j++) nan |= values[j] != values[j];
+    return nan;
+}
+
+/* A tile's NaN, all at once: a comparison of its parameters costs less than three selects for every element, where an
+ * instruction set has no masks. Where a moment is NaN its parameter is. */
+static __attribute__((noinline, cold)) void make_nan_canonical(float *param, float *exp_avg, float *exp_avg_sq,
+                                                               ptrdiff_t n) {
+    for (ptrdiff_t j = 0; j < n; j++) {
+        param[j] = canonical(param[j]);
+        exp_avg[j] = canonical(exp_avg[j]);
+        exp_avg_sq[j] = canonical(exp_avg_sq[j]);
     }
 }
 
@@ -176,7 +196,7 @@ static int64_t update_split_lines(const struct adam_step *s, const struct coeffi
         prefetch(s->exp_avg_sq, sizeof *s->exp_avg_sq, i + LINES_AHEAD, LINE);
         join_all(hi + i, s->param_lo + i, param, LINE);
         const float *grad = load_format(s->grad, ADAM_BF16, i, LINE, grad_tile);
-        update_strip(param, grad, s->exp_avg + i, s->exp_avg_sq + i, c, LINE);
+        update_strip(param, grad, s->exp_avg + i, s->exp_avg_sq + i, c, ONE_NAN, LINE);
         split_all(param, hi + i, s->param_lo + i, LINE);
     }
     return i;
@@ -199,9 +219,10 @@ static void kernel_update(const struct adam_step *s, const struct coefficients *
         ptrdiff_t j = 0;
         for (; j + STRIP <= n; j += STRIP) { /* a constant length spares these all questions about remainders */
             prefetch_strip(s, i + j);
-            update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, STRIP);
+            update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, ANY_NAN, STRIP);
         }
-        if (j < n) update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, n - j);
+        if (j < n) update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, ANY_NAN, n - j);
+        if (any_nan(param, n)) make_nan_canonical(param, exp_avg, exp_avg_sq, n);
 
         store_param(s, i, n, param);
         if (s->param_out) store_out(s, i, n, param);
