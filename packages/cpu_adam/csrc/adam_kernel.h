@@ -33,7 +33,8 @@
 #include "streaming.h"
 
 #ifndef STRIP
-#define STRIP 32 /* elements */
+#define STRIP 32       /* elements */
+#define STORED ANY_NAN /* by update_strip */
 #endif
 
 enum {
@@ -98,8 +99,8 @@ INLINE int any_nan(const float *values, ptrdiff_t n) {
     return nan;
 }
 
-/* A tile's NaN, all at once: a comparison of its parameters costs less than three selects for every element, where an
- * instruction set has no masks. Where a moment is NaN its parameter is. */
+/* A tile's NaN, all at once: where an instruction set has no masks (AVX-512 has), a look at its parameters costs less
+ * than three selects for every element. Where a moment is NaN its parameter is. */
 static __attribute__((noinline, cold)) void make_nan_canonical(float *param, float *exp_avg, float *exp_avg_sq,
                                                                ptrdiff_t n) {
     for (ptrdiff_t j = 0; j < n; j++) {
@@ -219,10 +220,10 @@ static void kernel_update(const struct adam_step *s, const struct coefficients *
         ptrdiff_t j = 0;
         for (; j + STRIP <= n; j += STRIP) { /* a constant length spares these all questions about remainders */
             prefetch_strip(s, i + j);
-            update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, ANY_NAN, STRIP);
+            update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, STORED, STRIP);
         }
-        if (j < n) update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, ANY_NAN, n - j);
-        if (any_nan(param, n)) make_nan_canonical(param, exp_avg, exp_avg_sq, n);
+        if (j < n) update_strip(param + j, grad + j, exp_avg + j, exp_avg_sq + j, c, STORED, n - j);
+        if (STORED == ANY_NAN && any_nan(param, n)) make_nan_canonical(param, exp_avg, exp_avg_sq, n);
 
         store_param(s, i, n, param);
         if (s->param_out) store_out(s, i, n, param);
