@@ -2,8 +2,9 @@
 
 Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch once more (what it shows is noise);
 ours with shards that are never resident (gathers, saved views, reductions); ours with all in memory (no hooks needed);
-hooks that do nothing, as many as those of the first row of ours; FSDP2. Each by its ratio to the plain step beside it,
-times the median plain step: medians, and their quartiles.
+hooks that do nothing, as many as those of the first row of ours; the least that hooks must do to gather and to reduce
+(no pool, states, errors, other models, or anything but these blocks); FSDP2. Each by its ratio to the plain step beside
+it, times the median plain step: medians, and their quartiles.
 
     python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 30] [--json FILE]
 """
@@ -16,6 +17,7 @@ import json
 import os
 import statistics
 import time
+from bisect import bisect_right
 
 import torch
 import torch.distributed as dist
@@ -82,6 +84,98 @@ def empty_hooks(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+class Released(nn.Parameter):
+    """Whose uses would be noticed."""
+
+    _data = torch._C.TensorBase.data
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Gathered(nn.Parameter):
+    _data = torch._C.TensorBase.data
+
+
+class BareBlock:
+    """Gathers a block's parameters into one buffer when forward or backward needs them, and reduces their gradients."""
+
+    def __init__(self, block: nn.Module):
+        self.params = list(block.parameters())
+        shapes = [param.shape for param in self.params]
+        self.shard = torch.cat([param.detach().reshape(-1) for param in self.params])
+        self.buffer, self.flat, self.reduced = (torch.empty_like(self.shard) for _ in range(3))
+        sizes = [shape.numel() for shape in shapes]
+        self.views = [part.view(shape) for part, shape in zip(self.buffer.split(sizes), shapes, strict=True)]
+        self.grads = [part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)]
+        self.absent = [torch.full((), float("nan")).expand(shape) for shape in shapes]
+        self.bounds = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
+        self.there, self.missing = False, len(self.params)
+        block.register_forward_pre_hook(self.gather)
+        block.register_forward_hook(self.release)
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self.arrived)
+        self.release()
+
+    def gather(self, *_) -> None:
+        self.buffer.copy_(self.shard)
+        for param, view in zip(self.params, self.views, strict=True):
+            param._data = view
+            param.__class__ = Gathered
+
+    def release(self, *_) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, absent in zip(self.params, self.absent, strict=True):
+                param.__class__ = Released
+                param._data = absent
+
+    def view(self, place: tuple) -> torch.Tensor:
+        if not self.there:
+            self.buffer.copy_(self.shard)
+            self.there = True
+        return self.buffer.as_strided(*place)
+
+    def arrived(self, _) -> None:
+        self.missing -= 1
+        if self.missing:
+            return
+        self.missing, self.there = len(self.params), False
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._foreach_copy_(self.grads, [param.grad for param in self.params])
+            for param in self.params:
+                param.grad = None
+        self.reduced.copy_(self.flat)
+
+
+def bare_minimum(model: nn.Sequential) -> nn.Sequential:
+    blocks = [BareBlock(block) for block in model]
+    owners = {block.bounds[0]: block for block in blocks}
+    starts = sorted(owners)
+
+    def pack(tensor: torch.Tensor):
+        address = tensor.data_ptr()
+        place = bisect_right(starts, address)
+        if place and address < owners[starts[place - 1]].bounds[1]:
+            block = owners[starts[place - 1]]
+            return block, (tensor.shape, tensor.stride(), (address - block.bounds[0]) // tensor.itemsize)
+        return tensor.detach(), tensor._version
+
+    def unpack(packed) -> torch.Tensor:
+        one, other = packed
+        if type(one) is BareBlock:
+            return one.view(other)
+        if one._version != other:
+            raise RuntimeError("changed in place")
+        return one
+
+    autograd = torch._C._autograd
+    model.register_forward_pre_hook(lambda *_: autograd._push_saved_tensors_default_hooks(pack, unpack))
+    model.register_forward_hook(lambda *_: autograd._pop_saved_tensors_default_hooks())
+    return model
+
+
 def as_units(model: nn.Sequential) -> nn.Sequential:
     for block in model:
         zero3.as_unit(block)
@@ -93,6 +187,7 @@ KINDS = {
     "zero3": lambda model: zero3.shard(as_units(model), store=Distant(torch.device("cpu"))),
     "zero3, all in memory": lambda model: zero3.shard(as_units(model)),
     "empty hooks": empty_hooks,
+    "bare minimum": bare_minimum,
     "fsdp2": fsdp2,
 }
 

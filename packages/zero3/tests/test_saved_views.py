@@ -23,7 +23,7 @@ from zero3_testing import (
 )
 
 import zero3
-from zero3.parameter_forms import slot_of
+from zero3.parameter_forms import raw_data, slot_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -396,6 +396,51 @@ def test_hooks_of_the_user_that_keep_the_parameters_themselves(keep):
         later.backward()
         early.backward()
     assert_same(full_gradients(model), gradients_of(plain))
+
+
+class KeptInContext(torch.autograd.Function):
+    """Keeps the Parameter itself, and looks at its memory in backward as an extension does: no class is asked."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ raw_data(ctx.weight).t(), x.t() @ grad
+
+
+class KeepsItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(random(0, 12, 12)), nn.Parameter(random(1, 12))
+
+    def forward(self, x):
+        return F.layer_norm(KeptInContext.apply(x, self.weight), (12,), self.scale)
+
+
+def test_backward_shows_values_to_who_keeps_a_parameter_and_leaves_the_others_released():
+    class Mixed(Regression):
+        def __init__(self):
+            super().__init__()
+            self.first, self.keeps, self.last = nn.Linear(12, 12), KeepsItsWeight(), nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.keeps(torch.tanh(self.first(x)))))
+
+    plain, model = distant_pair(Mixed, unit_size=1)
+    hidden = {}
+    for name, module in model.named_children():
+        one = next(module.parameters())
+        one.register_hook(lambda _, name=name, one=one: hidden.update({name: raw_data(one).isnan().any().item()}))
+    for step in range(2):
+        for one in (plain, model):
+            one.loss(one.data(step)).backward()
+    assert_same(full_gradients(model), gradients_of(plain))
+    assert hidden == {"first": True, "keeps": False, "last": True}
 
 
 def test_what_saves_a_parameter_again_shares_its_view_until_the_values_change():

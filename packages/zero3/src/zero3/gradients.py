@@ -52,13 +52,16 @@ class _Reduction:
 
 def _collected(unit: Unit) -> dict[int, Tensor]:
     """The whole gradients that autograd has left, by the slots' numbers; none is there afterwards."""
-    grads = {index: grad for index, grad in enumerate(take_raw_grads(unit.params)) if grad is not None}
-    for index, grad in grads.items():
+    grads = {}
+    for index, grad in enumerate(take_raw_grads(unit.params)):
+        if grad is None:
+            continue
         if grad.layout is not _DENSE:
             raise UnsupportedError(
                 f"the gradient of {unit.slots[index].name} is {grad.layout}: a partitioned one must be dense "
                 "(for an embedding: sparse=False)"
             )
+        grads[index] = grad
     return grads
 
 
@@ -147,8 +150,9 @@ class Gradients:
             for index, view in enumerate(views):
                 if index not in grads:
                     view.zero_()
+            views = [views[index] for index in grads]
         if grads:
-            torch._foreach_copy_(list(map(views.__getitem__, grads)), list(grads.values()))
+            torch._foreach_copy_(views, list(grads.values()))
         return list(grads)
 
     def _reduce(self, unit: Unit) -> None:
@@ -191,6 +195,8 @@ class Gradients:
         Waiting within backward asks the other ranks to reduce the same units; what is small does not wait, so that
         small models may differ between ranks freely.
         """
+        if not self._in_flight:
+            return
         bound = max(self._largest_reduction, _SMALL_IN_FLIGHT)
         while sum(reduction.nbytes for reduction in self._in_flight) > bound:
             self._finish(self._in_flight[0].unit)

@@ -45,19 +45,21 @@ class _Running:
     frame    of torch's function that calls the hooks and the module's own forward; None where that is another one
     views    our saved-tensor hooks, where it has put them on top
     held     units that it holds
+    references   to the parameters of each when it began, where a graph is made
     """
 
-    __slots__ = ("frame", "held", "hook", "model", "thread", "views")
+    __slots__ = ("frame", "held", "hook", "model", "references", "thread", "views")
 
     def __init__(self, hook: _Forward, model: PartitionedModel):
         self.hook, self.model = hook, model
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(2)  # of whoever calls the hook
         while frame is not None and frame.f_code is not _CALL:
             frame = frame.f_back
         self.frame = frame
         self.thread = threading.get_ident()
         self.views: HookPair | None = None
         self.held: Sequence[Unit] = ()
+        self.references: list[list[int]] = []
 
     def was_interrupted(self) -> bool:
         """Whether its frame has left the stack of this thread, which is its own."""
@@ -81,6 +83,8 @@ def running_model() -> PartitionedModel | None:
 def runs(model: PartitionedModel) -> bool:
     """Whether a forward of `model` is running."""
     end_interrupted()
+    if _running and _running[-1].model is model:  # nearly always, and this is asked all the time
+        return True
     return any(one.model is model for one in _running)
 
 
@@ -132,6 +136,8 @@ class _Forward:
         model.count_replays(self._units)
         running.held = self._units
         model.hold(self._units)
+        if self._views and grad:
+            running.references = [unit.references() for unit in self._units]
 
     def again(self) -> None:
         """As `before`, in a checkpoint's recomputation: the checkpoint's saved-tensor hooks must stay on top."""
@@ -146,7 +152,12 @@ class _Forward:
             end_interrupted()  # the interrupt was caught by the forward that ends now
         if not _running or _running[-1].hook is not self:  # another pre-hook failed before ours was called
             return
-        _end([_running.pop()])
+        running = _running.pop()
+        if running.references and running.references != [unit.references() for unit in self._units]:
+            # A function's context, or somebody's saved-tensor hooks above ours: backward will look at the parameters.
+            for unit in self._units:
+                unit.kept = True
+        _end([running])
         if not torch.is_grad_enabled() and not runs(self._model):
             self._model.forget_noticed()
 

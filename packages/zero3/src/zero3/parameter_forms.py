@@ -2,17 +2,19 @@
 
     form      when                        data                                           class
     released  at rest, between uses       one NaN element expanded to the full shape     Released
-    filled    used in backward, or        a view of the unit's flat buffer               Released
-              outside of any forward
+    filled    used outside of any         a view of the unit's flat buffer               Released
+              forward, or in backward
+              by who has kept it
     gathered  unit in use                 a view of the unit's flat buffer               Gathered
     piece     inside optimizer.step()     this rank's part, with the parameter's ndim    Parameter
 
 Why the full shape while released: autograd's accumulation checks a gradient against it, and everybody who
 asks for `shape`, `ndim` or `numel()` gets the plain model's answer. Why NaN: an access that escapes our notice
 must never look like a number. Why two classes: `__torch_function__` costs 2-3 µs a call, so only the form whose
-values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1). Why filled: backward
-hardly ever uses a Parameter from Python, and needs no other class; and outside of any forward our saved-tensor hooks
-are on top only while a noticed function runs, without which autograd would save the Parameter itself, whose data goes.
+values are absent has it; there it notices any use from anywhere and gathers first (paper, 7.1). Why filled: outside of
+any forward our saved-tensor hooks are on top only while a noticed function runs, without which autograd would save the
+Parameter itself, whose data goes. And backward needs no more than saved views, unless somebody has kept the Parameter
+itself past our hooks, for code that asks no class.
 """
 
 from __future__ import annotations
@@ -296,8 +298,8 @@ def will_come(unit: Unit, engine_will_run: Callable[[Any], bool]) -> set[int]:
     """Numbers of the slots whose gradient the running backward will finish."""
     with without_noticing():
         trained = [slot for slot in unit.slots if slot.param.requires_grad]
-        nodes = unit.all_accumulators() if len(trained) == len(unit.slots) else [slot.accumulator() for slot in trained]
-        return {slot.index for slot, node in zip(trained, nodes, strict=True) if engine_will_run(node)}
+        nodes = zip(trained, unit.accumulators_of(trained), strict=True)
+        return {slot.index for slot, node in nodes if engine_will_run(node)}
 
 
 def mark_changed(slot: ParamSlot) -> None:

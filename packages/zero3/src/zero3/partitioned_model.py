@@ -241,7 +241,7 @@ class PartitionedModel:
         """The parameters of a READY unit become views of its buffer. Harmless when they are already."""
         if unit.buffer is not None and not unit.shown:
             _, views = unit.buffer.laid_out(unit.layout)
-            unit.shown = None
+            unit.shown, unit.used = None, True
             parameter_forms.gather(unit.params, views)
             unit.shown = True
 
@@ -262,7 +262,7 @@ class PartitionedModel:
         self._noticed.pop(unit, None)
         self.in_backward.pop(unit, None)
         if unit.buffer is not None:
-            if unit.shown is not False:
+            if unit.used:
                 self.collect_changes(unit)
             self._drop_buffer(unit)
         move_param(unit, SHARDED)
@@ -272,7 +272,7 @@ class PartitionedModel:
         if unit.shown is not False:
             unit.shown = None
             parameter_forms.release(unit.params, unit.placeholders)
-            unit.shown = False
+            unit.shown = unit.used = False
         unit.flat = None
         buffer, unit.buffer = unit.buffer, None
         self.pool.give_back(buffer)
@@ -395,6 +395,7 @@ class PartitionedModel:
                 self.forget_noticed({unit, *beside}, _NOTICED_UNITS)
         elif unit in self._noticed:
             self._noticed.move_to_end(unit)
+        unit.used = unit.kept = True
         if self._phase() == "access":
             self.fill_in(unit)  # no saved-tensor hooks of ours lie on top: they come with each use (`keeping_views`)
         else:
@@ -432,7 +433,8 @@ class PartitionedModel:
         if unit not in self.in_backward:
             self.backward_runs()
             self.scheduler.needs(unit, "backward")
-            self.fill_in(unit)
+            if unit.kept:
+                self.fill_in(unit)
             self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:

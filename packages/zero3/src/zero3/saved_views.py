@@ -88,8 +88,8 @@ class SavedView:
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
         unit, slot = self.unit, self.slot
-        # While the parameters do not show the values, nobody can have changed them but by the whole unit.
-        changes = changes_of(slot) if unit.shown is not False else unit.generation + slot.changes
+        # What nobody has got at can have been changed by the whole unit only.
+        changes = changes_of(slot) if unit.used else unit.generation + slot.changes
         if changes != self.changes:
             raise StaleViewError(
                 f"parameter {slot.name} was changed (by an optimizer step or in place) after this forward "

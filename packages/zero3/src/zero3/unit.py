@@ -140,6 +140,8 @@ class Unit:
     nbytes        bytes of the unit when gathered
     flat          (padded_numel,) dtype, while gathered or on the way there; else None
     shown         whether the parameters have the form gathered (False: released); None: filled, or interrupted between
+    used          whether anybody but autograd may have got at them since, and may have changed them
+    kept          whether somebody has ever kept the parameters themselves beyond a forward, past our saved-tensor hooks
     state, grad_state   see unit_state.py
     holds         how many running forwards use it now
     saved_mark    what every SavedView of it holds
@@ -189,6 +191,8 @@ class Unit:
         self.flat: Any = None  # a Tensor while gathered
         self.buffer: Any = None  # the pool's buffer under `flat`; None when the store's own memory serves
         self.shown: bool | None = False
+        self.used = False
+        self.kept = False
         self.state = ParamState.SHARDED
         self.grad_state = GradState.NONE
         self.holds = 0
@@ -204,11 +208,19 @@ class Unit:
         self.unsynced_slots: set[int] = set()  # which parts of it, in hand or with the store, count
         self.reducing: Any = None
 
-    def all_accumulators(self) -> list[Any]:
-        """Those of all slots, which must all be trainable."""
+    def accumulators_of(self, trained: Sequence[ParamSlot]) -> list[Any]:
+        """Those of its slots that require a gradient."""
+        if len(trained) < len(self.slots):
+            return [slot.accumulator() for slot in trained]
         if self.accumulators is None:
-            self.accumulators = [slot.accumulator() for slot in self.slots]
+            self.accumulators = [slot.accumulator() for slot in trained]
         return self.accumulators
+
+    def references(self) -> list[int]:
+        """How often each of its parameters, which are gathered, is held: by its accumulator too, from the first on."""
+        if self.accumulators is None:
+            self.accumulators_of([slot for slot in self.slots if slot.param.requires_grad])
+        return [sys.getrefcount(param) for param in self.params]
 
     @property
     def has_saved_views(self) -> bool:

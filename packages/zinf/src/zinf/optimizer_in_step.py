@@ -67,7 +67,7 @@ class UpdateInStep:
 
     def keep_changes(self, unit: Unit) -> None:
         """What a forward has written into its own parameters (an embedding's max_norm) comes before the update."""
-        if unit.state is ParamState.READY and unit.buffer is not None and unit.shown is not False:
+        if unit.state is ParamState.READY and unit.buffer is not None and unit.used:
             self.model.collect_changes(unit)
 
     def values_change(self, unit: Unit) -> None:
