@@ -1,7 +1,9 @@
-"""What misaligned memory costs: bounced against direct, reading and writing, for several pools. JSON.
+"""What misaligned memory and checksums cost: beside direct transfers, reading and writing, for several pools. JSON.
 
-`copy alone` is what NumPy takes to copy the same misaligned array out of, or into, a buffer of the pool's size that
-stays in the cache, piece by piece, without any drive: what a bounce cannot be much cheaper than.
+What bounces and checksums cannot be much cheaper than stands beside them, done by NumPy piece by piece: `copy` moves
+the misaligned array out of, or into, a buffer of the pool's size that stays in the cache; `look` looks at every byte of
+the aligned array once. `alone` is without any drive, `beside` while the drive moves the aligned array, whose CPU time
+counts too: where the drive is a program of the host's, both meet in memory.
 
     python benchmarks/bounce_cost.py DIR [--mib 512] [--rounds 5]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 from figures import put, rate_and_cpu
@@ -20,8 +23,22 @@ import deepnvme
 _PIECE = 1 << 20  # as large as a bounced piece is
 
 
-def moved(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str) -> int:
-    return getattr(io, op)(file, array).wait()
+def moved(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str, checksum: bool = False) -> int:
+    return getattr(io, op)(file, array, checksum=checksum).wait()
+
+
+def moved_beside(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str, work: Callable[[], int]) -> int:
+    """The drive moves `array` while this thread does `work`."""
+    request = getattr(io, op)(file, array)
+    work()
+    return request.wait()
+
+
+def looked_at(array: np.ndarray) -> int:
+    """Every byte once, by NumPy's fastest way of looking."""
+    for start in range(0, array.nbytes, _PIECE):
+        np.bitwise_xor.reduce(array[start : start + _PIECE].view(np.uint64))
+    return array.nbytes
 
 
 def copied(array: np.ndarray, pool: np.ndarray, op: str) -> int:
@@ -54,9 +71,10 @@ def main() -> None:
         array[:] = 1
     found: dict[str, dict[str, list[float]]] = {}
 
-    def add(name: str, gigabytes_per_second: float, cpu: float) -> None:
+    def take(name: str, move: Callable[[], int]) -> None:
+        rate, cpu = rate_and_cpu(move)
         entry = found.setdefault(name, {"rate": [], "cpu": []})
-        entry["rate"].append(gigabytes_per_second)
+        entry["rate"].append(rate)
         entry["cpu"].append(cpu)
 
     with deepnvme.File.anonymous(given.directory, size=nbytes) as file:
@@ -65,9 +83,16 @@ def main() -> None:
         pool = deepnvme.empty(6 << 20).numpy()
         pool[:] = 1
         for _ in range(given.rounds):
-            for op in ("read", "write"):
-                one = functools.partial(copied, arrays["64 bytes off (bounces)"], pool, op)
-                add(f"{op}, copy alone", *rate_and_cpu(one))
+            with deepnvme.Engine() as io:
+                for op in ("read", "write"):
+                    works = {
+                        "copy": functools.partial(copied, arrays["64 bytes off (bounces)"], pool, op),
+                        "look": functools.partial(looked_at, aligned),
+                    }
+                    for name, work in works.items():
+                        take(f"{op}, {name} alone", work)
+                        take(f"{op}, {name} beside", functools.partial(moved_beside, io, file, aligned, op, work))
+                    take(f"{op}, aligned, checksum", functools.partial(moved, io, file, aligned, op, checksum=True))
             for mib in (3, 6, 16, 48):
                 for name, array in arrays.items():
                     if mib != 6 and "bounces" not in name:
@@ -75,8 +100,7 @@ def main() -> None:
                     with deepnvme.Engine(bounce_buffers=mib) as io:
                         io.read(file, array[: 64 << 20]).wait()  # the pool's first touch
                         for op in ("read", "write"):
-                            one = functools.partial(moved, io, file, array, op)
-                            add(f"{op}, {name}, {mib} MiB", *rate_and_cpu(one))
+                            take(f"{op}, {name}, {mib} MiB", functools.partial(moved, io, file, array, op))
     report = {
         name: {
             "gigabytes_per_second": statistics.median(entry["rate"]),

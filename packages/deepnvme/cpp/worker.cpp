@@ -160,10 +160,12 @@ void Worker::settle(const Outcome& outcome, std::chrono::steady_clock::time_poin
   }
   const size_t moved = operation.moved + static_cast<size_t>(result);
   if (is_complete(operation.piece, direction, moved)) {
-    if (direction == Direction::read && (operation.slot || operation.request->checksum)) {
-      arrived_.push_back(outcome.token);
-    } else if (operation.to_sum) {
-      operation.written = true;
+    if (operation.to_sum) {
+      operation.to_sum = false;
+      std::erase(to_sum_, outcome.token);
+      settled_.push_back(outcome.token);
+    } else if (direction == Direction::read && (operation.slot || operation.request->checksum)) {
+      settled_.push_back(outcome.token);
     } else {
       complete(outcome.token);
     }
@@ -182,13 +184,13 @@ void Worker::settle(const Outcome& outcome, std::chrono::steady_clock::time_poin
 }
 
 bool Worker::spend_time_on_bytes() {
-  if (to_sum_.empty() && arrived_.empty()) return false;
+  if (to_sum_.empty() && settled_.empty()) return false;
   backend_->commit(false);  // the drive works meanwhile
   size_t budget = kBytesPerRound;
   const auto spend = [&budget](size_t nbytes) { budget -= nbytes < budget ? nbytes : budget; };
-  while (budget && !arrived_.empty()) {
-    const uint32_t token = arrived_.front();
-    arrived_.pop_front();
+  while (budget && !settled_.empty()) {
+    const uint32_t token = settled_.front();
+    settled_.pop_front();
     Operation& operation = operations_[token];
     if (operation.slot) {
       copy(operation, memory_of(operation), operation.slot + operation.piece.skip);
@@ -199,13 +201,12 @@ bool Worker::spend_time_on_bytes() {
     complete(token);
   }
   while (budget && !to_sum_.empty()) {
-    const uint32_t token = to_sum_.front();
-    to_sum_.pop_front();
-    Operation& operation = operations_[token];
+    // The newest: the drive comes to it last, and what it reads just now is not taken into another cache meanwhile.
+    Operation& operation = operations_[to_sum_.back()];
+    to_sum_.pop_back();
     operation.raw_crc = checksum_of(operation);
     operation.to_sum = false;
     spend(operation.piece.useful);
-    if (operation.written) complete(token);
   }
   return true;
 }

@@ -35,8 +35,7 @@ class Worker {
     size_t moved = 0;           // of piece.nbytes, in earlier attempts
     uint32_t raw_crc = 0;
     std::chrono::steady_clock::time_point started;
-    bool to_sum = false;        // a write whose checksum is not taken yet ...
-    bool written = false;       // ... and which the drive has finished already
+    bool to_sum = false;        // a write with the drive whose checksum is not taken yet
   };
 
   void run();
@@ -73,8 +72,8 @@ class Worker {
   std::vector<Operation> operations_;
   std::vector<uint32_t> free_;    // unused operations
   std::deque<uint32_t> to_start_;  // ready: filled slots, short ones to be continued, and what met a busy backend
-  std::deque<uint32_t> to_sum_;    // writes given to the drive whose checksum is still to be taken
-  std::deque<uint32_t> arrived_;   // reads whose bytes are still to be copied or summed up
+  std::vector<uint32_t> to_sum_;   // writes with the drive whose checksum is still to be taken
+  std::deque<uint32_t> settled_;   // the drive has finished; the bytes are still to be copied or summed up
   std::vector<Outcome> outcomes_;
   size_t with_backend_ = 0;
   size_t bounced_in_flight_ = 0;  // bytes
