@@ -2,8 +2,9 @@
 
 What bounces and checksums cannot be much cheaper than stands beside them, done by NumPy piece by piece: `copy` moves
 the misaligned array out of, or into, a buffer of the pool's size that stays in the cache; `look` looks at every byte of
-the aligned array once. `alone` is without any drive, `beside` while the drive moves the aligned array, whose CPU time
-counts too: where the drive is a program of the host's, both meet in memory.
+the aligned array once. `alone` is without any drive; `beside` goes at the drive's pace while that moves the aligned
+array, whose CPU time counts too: where the drive is a program of the host's, both meet in memory. `of_aligned` and
+`more_cpu` compare with the aligned array moved right before.
 
     python benchmarks/bounce_cost.py DIR [--mib 512] [--rounds 5]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -21,28 +23,36 @@ from figures import put, rate_and_cpu
 import deepnvme
 
 _PIECE = 1 << 20  # as large as a bounced piece is
+_PART = 64 << 20  # what the drive is given at once
 
 
 def moved(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str, checksum: bool = False) -> int:
     return getattr(io, op)(file, array, checksum=checksum).wait()
 
 
-def moved_beside(io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str, work: Callable[[], int]) -> int:
-    """The drive moves `array` while this thread does `work`."""
+def moved_beside(
+    io: deepnvme.Engine, file: deepnvme.File, array: np.ndarray, op: str, work: Callable[[slice], int], rate: float
+) -> int:
+    """The drive moves `array` while this thread does `work` with part after part, at `rate` GB/s."""
     request = getattr(io, op)(file, array)
-    work()
+    started = time.perf_counter()
+    for start in range(0, array.nbytes, _PART):
+        time.sleep(max(0, started + start / 1e9 / rate - time.perf_counter()))
+        work(slice(start, start + _PART))
     return request.wait()
 
 
-def looked_at(array: np.ndarray) -> int:
+def looked_at(array: np.ndarray, part: slice = slice(None)) -> int:
     """Every byte once, by NumPy's fastest way of looking."""
+    array = array[part]
     for start in range(0, array.nbytes, _PIECE):
         np.bitwise_xor.reduce(array[start : start + _PIECE].view(np.uint64))
     return array.nbytes
 
 
-def copied(array: np.ndarray, pool: np.ndarray, op: str) -> int:
+def copied(array: np.ndarray, pool: np.ndarray, op: str, part: slice = slice(None)) -> int:
     """As the bounces of a transfer copy: pieces that go round the pool."""
+    array = array[part]
     for start in range(0, array.nbytes, _PIECE):
         outside = array[start : start + _PIECE]
         inside = pool[start % pool.nbytes :][: outside.nbytes]
@@ -69,13 +79,15 @@ def main() -> None:
     }
     for array in arrays.values():
         array[:] = 1
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, list[dict[str, float]]] = {}
 
-    def take(name: str, move: Callable[[], int]) -> None:
+    def take(name: str, move: Callable[[], int], aligned: tuple[float, float] | None = None) -> tuple[float, float]:
         rate, cpu = rate_and_cpu(move)
-        entry = found.setdefault(name, {"rate": [], "cpu": []})
-        entry["rate"].append(rate)
-        entry["cpu"].append(cpu)
+        figures = {"gigabytes_per_second": rate, "cpu_seconds_per_gigabyte": cpu}
+        if aligned:
+            figures |= {"of_aligned": rate / aligned[0], "more_cpu": cpu - aligned[1]}
+        found.setdefault(name, []).append(figures)
+        return rate, cpu
 
     with deepnvme.File.anonymous(given.directory, size=nbytes) as file:
         with deepnvme.Engine() as io:
@@ -89,10 +101,14 @@ def main() -> None:
                         "copy": functools.partial(copied, arrays["64 bytes off (bounces)"], pool, op),
                         "look": functools.partial(looked_at, aligned),
                     }
+                    one = functools.partial(moved, io, file, aligned, op)
                     for name, work in works.items():
                         take(f"{op}, {name} alone", work)
-                        take(f"{op}, {name} beside", functools.partial(moved_beside, io, file, aligned, op, work))
-                    take(f"{op}, aligned, checksum", functools.partial(moved, io, file, aligned, op, checksum=True))
+                        plain = take(f"{op}, aligned", one)
+                        both = functools.partial(moved_beside, io, file, aligned, op, work, plain[0])
+                        take(f"{op}, {name} beside", both, plain)
+                    plain = take(f"{op}, aligned", one)
+                    take(f"{op}, aligned, checksum", functools.partial(one, checksum=True), plain)
             for mib in (3, 6, 16, 48):
                 for name, array in arrays.items():
                     if mib != 6 and "bounces" not in name:
@@ -102,11 +118,8 @@ def main() -> None:
                         for op in ("read", "write"):
                             take(f"{op}, {name}, {mib} MiB", functools.partial(moved, io, file, array, op))
     report = {
-        name: {
-            "gigabytes_per_second": statistics.median(entry["rate"]),
-            "cpu_seconds_per_gigabyte": statistics.median(entry["cpu"]),
-        }
-        for name, entry in found.items()
+        name: {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]}
+        for name, rounds in found.items()
     }
     put(report, None)
 
