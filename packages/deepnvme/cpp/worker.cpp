@@ -23,7 +23,7 @@ Worker::Worker(Engine& engine, std::unique_ptr<Backend> backend)
       backend_(std::move(backend)),
       bounce_pool_(engine.settings().bounce),
       // Beside those with the drive, every slot may hold a piece that waits to be copied or started, and every
-      // direct read may wait for its checksum while its successor is with the drive.
+      // direct transfer may wait for its checksum while its successor is with the drive.
       operations_(2 * engine.settings().depth + bounce_pool_.most_slots()) {
   for (uint32_t token = static_cast<uint32_t>(operations_.size()); token-- > 0;) free_.push_back(token);
   try {
