@@ -2,8 +2,8 @@
 
 Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch once more (what it shows is noise);
 ours with shards that are never resident (gathers, saved views, reductions); ours with all in memory (no hooks needed);
-hooks that do nothing, as many as those of the first row of ours; the least that hooks must do to gather and to reduce
-(no pool, states, errors, other models, or anything but these blocks); FSDP2. Each by its ratio to the plain step beside
+hooks that do nothing, as many as those of the first row of ours; a bare program of hooks that gathers and reduces (no
+pool, states, errors, other models, or anything but these blocks); FSDP2. Each by its ratio to the plain step beside
 it, times the median plain step: medians, and their quartiles.
 
     python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 30] [--json FILE]
@@ -149,7 +149,7 @@ class BareBlock:
         self.reduced.copy_(self.flat)
 
 
-def bare_minimum(model: nn.Sequential) -> nn.Sequential:
+def bare_hooks(model: nn.Sequential) -> nn.Sequential:
     blocks = [BareBlock(block) for block in model]
     owners = {block.bounds[0]: block for block in blocks}
     starts = sorted(owners)
@@ -187,7 +187,7 @@ KINDS = {
     "zero3": lambda model: zero3.shard(as_units(model), store=Distant(torch.device("cpu"))),
     "zero3, all in memory": lambda model: zero3.shard(as_units(model)),
     "empty hooks": empty_hooks,
-    "bare minimum": bare_minimum,
+    "bare hooks": bare_hooks,
     "fsdp2": fsdp2,
 }
 

@@ -153,10 +153,8 @@ class _Forward:
         if not _running or _running[-1].hook is not self:  # another pre-hook failed before ours was called
             return
         running = _running.pop()
-        if running.references and running.references != [unit.references() for unit in self._units]:
-            # A function's context, or somebody's saved-tensor hooks above ours: backward will look at the parameters.
-            for unit in self._units:
-                unit.kept = True
+        if running.references:
+            self._model.find_kept(self._units, running.references)
         _end([running])
         if not torch.is_grad_enabled() and not runs(self._model):
             self._model.forget_noticed()

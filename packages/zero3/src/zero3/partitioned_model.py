@@ -357,6 +357,15 @@ class PartitionedModel:
             self.scheduler.needs(unit, "forward")
             self.show(unit)
 
+    def find_kept(self, units: Sequence[Unit], references: Sequence[list[int]]) -> None:
+        """A forward ends that has counted `references`: whose parameters does somebody keep since then?
+
+        A function's context does, or saved-tensor hooks above ours: backward will look at the parameters themselves.
+        """
+        for unit, before in zip(units, references, strict=True):
+            if unit.references() != before:
+                unit.kept = True
+
     def access(self, unit: Unit) -> None:
         """Somebody wants the parameters themselves, outside of forward and backward."""
         if unit.state is not READY:
