@@ -44,6 +44,28 @@ def test_largest_logits_stay_finite():
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_under_autocast_backward_has_the_logits_of_forward(tiles):
+    """Float32 into the head, as a LayerNorm leaves it: both must multiply in autocast's dtype, and torch's gradients
+    come out to the last bits of that."""
+    hidden, head, targets = case(width=64)
+    hidden = (hidden.detach() * 30).requires_grad_()
+    if tiles > 1:
+        zinf.tiled(head, tiles)
+    found = []
+    for loss_of in (zinf.cross_entropy, lambda h, head, t: F.cross_entropy(head(h).float().flatten(0, 1), t.flatten())):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(hidden, head, targets)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad.clone(), *(param.grad.clone() for param in head.parameters())))
+        hidden.grad = None
+        head.zero_grad()
+    assert found[0][0] == pytest.approx(found[1][0].item(), rel=1e-6)
+    for mine, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert (mine - theirs).norm() <= 2e-3 * theirs.norm()
+        assert mine.dtype is theirs.dtype is torch.float32
+
+
 def test_no_tensor_as_large_as_the_logits_is_ever_made(monkeypatch):
     monkeypatch.setattr(tiled_cross_entropy, "_TILE_BYTES", 4 * 64 * 32)
     hidden, head, targets = case(tokens=(64,), width=8, vocabulary=4096, bias=False)

@@ -27,7 +27,8 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 
     Loss and gradients are those of torch.nn.functional.cross_entropy on the whole logits in float32, to rounding:
     the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again. A weight
-    that is itself in tiles (`zinf.tiled`) is gathered one tile at a time.
+    that is itself in tiles (`zinf.tiled`) is gathered one tile at a time. Under autocast the logits are multiplied in
+    its dtype, as a linear layer's.
     ValueError for shapes that do not fit; IndexError, as torch's, for a target that is no row of `head`.
     """
     weight: Tensor = head.weight  # type: ignore[assignment]
@@ -38,8 +39,16 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
             "not fit: expected (..., width), (vocabulary, width) and (...)"
         )
     _check_targets(targets, len(weight))
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = _as_autocast_has_it(hidden.reshape(-1, hidden.shape[-1]))
     return _mean_loss(rows, weight, bias, targets.reshape(-1))
+
+
+def _as_autocast_has_it(hidden: Tensor) -> Tensor:
+    """In the dtype in which a linear layer would multiply it: backward, which runs outside of autocast, must too."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
+        return hidden.to(torch.get_autocast_dtype(device))
+    return hidden
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
