@@ -205,3 +205,65 @@ def test_a_group_that_was_changed_to_nonsense_is_refused_by_the_step(nvme, chang
     group.update(sane)
     optimizer.step()
     assert zinf.full_state(model.blocks[0].up.weight)["step"] == 2
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_new_optimizer_of_the_same_parameters_begins_anew(nvme, tier, overlap):
+    """As in torch, and as the cell of a notebook that runs again: what the first owes is done, its moments are gone."""
+    reference, model = make(), make()
+    zinf.shard(model, config(nvme, tier, "cpu", tier, overlap_optimizer=overlap))
+    losses, firsts = [], []
+    for one, kind in ((reference, CPUAdam), (model, zinf.AdamW)):
+        optimizer = kind(one.parameters(), **SETTINGS)
+        firsts.append(optimizer)
+        found = train(one, optimizer, 2)
+        optimizer = kind(one.parameters(), **{**SETTINGS, "lr": 1e-3})
+        losses.append(found + train(one, optimizer, range(2, 5)))
+    assert losses[1] == losses[0]
+    assert_same(state_of(model), state_of(reference))
+    assert zinf.full_state(model.norm.weight)["step"] == 3
+    with pytest.raises(RuntimeError, match="trains these parameters"):
+        firsts[1].step()
+
+
+@pytest.mark.parametrize("grads", TIERS)
+def test_a_gradient_that_waits_is_the_new_optimizers(nvme, grads):
+    reference, model = make(), make()
+    zinf.shard(model, config(nvme, grads=grads))
+    losses = []
+    for one, kind in ((reference, CPUAdam), (model, zinf.AdamW)):
+        kind(one.parameters(), **SETTINGS)
+        one.loss(one.data(0)).backward()
+        optimizer = kind(one.parameters(), **SETTINGS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(train(one, optimizer, range(1, 3)))
+    assert losses[1] == losses[0]
+    assert_same(state_of(model), state_of(reference))
+
+
+def test_a_second_optimizer_beside_the_first_is_refused_and_changes_nothing(nvme):
+    reference, model = make(), zinf.shard(make(), config(nvme))
+    first = zinf.AdamW(model.parameters(), **SETTINGS)
+    other = zinf.shard(make(2), config(nvme))
+    second = zinf.AdamW(other.parameters(), **SETTINGS)
+    with pytest.raises(ValueError, match="add a group to it"):
+        zinf.AdamW(model.blocks.parameters())
+    with pytest.raises(ValueError, match="add a group to it"):
+        second.add_param_group({"params": list(model.parameters())})
+    assert train(model, first, 2) == train(reference, CPUAdam(reference.parameters(), **SETTINGS), 2)
+    train(other, second, 1)
+
+
+def test_a_step_after_the_model_is_gone_says_so(nvme):
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    blocks = model.blocks
+    train(model, optimizer, 1)
+    del model
+    with pytest.raises(RuntimeError, match="gone"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="gone"):
+        blocks[0].up(torch.ones(1, blocks[0].up.in_features))
+    optimizer.zero_grad()

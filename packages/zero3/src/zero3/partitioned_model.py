@@ -32,7 +32,7 @@ from .gradients import Gradients
 from .host_memory import HeapTrimmer
 from .saved_views import SavedViews, take_off
 from .scheduler import Phase, Scheduler
-from .shard_store import ShardStore
+from .shard_store import NoStore, ShardStore
 from .tiles import Tiles
 from .unit import ParamSlot, Unit, placeholder
 from .unit_state import GATHERING, READING, READY, SHARDED, STAGED, move_param
@@ -112,12 +112,9 @@ class PartitionedModel:
         return type(None), ()
 
     @property
-    def module(self) -> nn.Module:
-        """The model itself (held weakly: the machinery must not keep it alive)."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the partitioned model is gone")
-        return module
+    def gone(self) -> bool:
+        """Whether the module is no more, and with it all values (it is held weakly)."""
+        return type(self.store) is NoStore
 
     @property
     def under_construction(self) -> bool:
@@ -554,3 +551,4 @@ class PartitionedModel:
             for slot in unit.slots:
                 slot.forget_accumulator()
         self.units = []
+        self.store = NoStore()  # what a part of the module that lives on asks, it answers

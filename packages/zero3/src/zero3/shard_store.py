@@ -7,7 +7,7 @@ knows tiers, files and optimizers, and nothing of modules, hooks or autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +85,19 @@ class ShardStore(Protocol):
 
     def optimizer_done(self, unit: Unit) -> None:
         """The shard given out by `optimizer_shards` has its new values."""
+
+
+class NoStore:
+    """Of a model that is gone: whatever is asked of it ends in a RuntimeError that says so."""
+
+    def drop_gradient(self, unit: Unit) -> None:
+        """None is left: an optimizer's last zero_grad() does no harm."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "the partitioned model is gone, and with it its parameters: keep the module that was partitioned as long "
+            "as parts of it, or its optimizer, are used"
+        )
 
 
 class InMemoryStore:

@@ -280,6 +280,16 @@ class OffloadEngine(ShardStore):
         for kind in unit_states.MOMENTS:
             self.tier(unit, kind).create(self.key(unit, kind), unit.shard_numel, torch.float32)
 
+    def forget_moments(self) -> None:
+        """The optimizer that had charge is gone. Gradients that wait are the parameters', and stay."""
+        self.optimizer = self.updates = None
+        self._sums &= self._waiting
+        for unit in self._with_moments:
+            self.before_change(unit)
+            for kind in unit_states.MOMENTS:
+                self.tier(unit, kind).free(self.key(unit, kind))
+        self._with_moments.clear()
+
     def has_moments(self, unit: Unit) -> bool:
         """Whether an optimizer has ever had charge of `unit`; what is frozen from the start has no moments."""
         return unit in self._with_moments

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class AdamW(torch.optim.Optimizer):
     `grad_norm`, the global norm before the last clipping, or None, where the last step did without one.
 
     TypeError for parameters of other models, and of dtypes that `cpu_adam.step` does not update (complex, float64);
-    ValueError for settings out of range.
+    ValueError for settings out of range, and for a model of which another zinf.AdamW trains what is not among these
+    parameters. One that trains nothing else is succeeded, as by any new optimizer: moments and counters begin anew.
     """
 
     handles_partitioned_parameters = True  # zero3 leaves the parameters of a step to us
@@ -71,7 +72,9 @@ class AdamW(torch.optim.Optimizer):
         if grad_clip is not None and not grad_clip > 0:
             raise ValueError(f"grad_clip={grad_clip} must be a positive norm")
         self._engines: dict[OffloadEngine, PartitionedModel] = {}
+        self._succeeded = False
         super().__init__(params, settings)
+        predecessors = self._predecessors()
         self.grad_clip = grad_clip
         self.accumulate = accumulate
         self.skipped = False
@@ -83,7 +86,30 @@ class AdamW(torch.optim.Optimizer):
         if grad_clip is not None:
             self._refuse_clipping(self._engines)
         self._updates: dict[OffloadEngine, UpdateInStep] = {}
+        for predecessor in predecessors:
+            predecessor._end()
         self._take_charge()
+
+    def _predecessors(self) -> list[AdamW]:
+        """Those that have had charge of our models. ValueError where one of them trains anything that we do not."""
+        found = list(dict.fromkeys(engine.optimizer for engine in self._engines if engine.optimizer is not None))
+        for other in found:
+            for param in other.state:
+                if param not in self.state:
+                    self._refuse_two(parameter_forms.slots_of(param)[0])
+        return found
+
+    def _refuse_two(self, slot: ParamSlot) -> NoReturn:
+        raise ValueError(f"the model has a zinf.AdamW already, which trains parameter {slot.name}: add a group to it")
+
+    def _end(self) -> None:
+        """Another takes our parameters over: what we owe them is done, and our moments are gone."""
+        self.settle()
+        for engine in self._engines:
+            engine.forget_moments()
+        self._engines.clear()
+        self._updates.clear()
+        self._succeeded = True
 
     def _take_charge(self) -> None:
         """From now on the updates of our parameters are ours: of new models, and of new units of old ones."""
@@ -149,8 +175,8 @@ class AdamW(torch.optim.Optimizer):
                 f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
                 "another optimizer, or freeze it with requires_grad_(False)"
             )
-        if engine.optimizer not in (None, self):
-            raise ValueError(f"parameter {slot.name}: its model has a zinf.AdamW already; add a group to that one")
+        if hasattr(self, "_updates") and engine.optimizer not in (None, self):  # else `_predecessors` decides
+            self._refuse_two(slot)
         return engine
 
     def trains(self, unit: Unit) -> bool:
@@ -173,6 +199,7 @@ class AdamW(torch.optim.Optimizer):
 
         With clipping or loss scaling, a norm that is not finite skips the step and touches nothing.
         """
+        self._check_in_charge()
         loss = None
         if closure is not None:
             for updates in self._updates.values():
@@ -187,6 +214,12 @@ class AdamW(torch.optim.Optimizer):
                 updates.step(factor)
         self._step_ends()
         return loss
+
+    def _check_in_charge(self) -> None:
+        if self._succeeded:
+            raise RuntimeError("a later zinf.AdamW trains these parameters: step that one")
+        if any(model.gone for model in self._engines.values()):
+            raise RuntimeError("a model of this optimizer is gone: keep it as long as it is trained")
 
     def _settle_gradients(self) -> None:
         for engine, model in self._engines.items():
