@@ -39,6 +39,43 @@ def test_the_state_is_the_plain_models(make, store):
     assert_same(copy.deepcopy(model).state_dict(), plain.state_dict())
 
 
+class Counting(nn.Linear):
+    """Has a state of its own making, which is no tensor."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+@every_store
+def test_extra_states_of_modules(store):
+    def build():
+        torch.manual_seed(1)
+        return nn.Sequential(Counting(4, 4), nn.BatchNorm1d(4), nn.Sequential(Counting(4, 4)))
+
+    plain, model = build(), zero3.shard(build(), store=store())
+    for one in (plain, model):
+        one(torch.ones(2, 4))
+    for state in (zero3.state_dict(model), model.state_dict()):
+        assert list(state) == list(plain.state_dict())
+        assert state["2.0._extra_state"] == {"calls": 1}
+    other = zero3.shard(build(), store=store())
+    assert zero3.load_state_dict(other, plain.state_dict()) == ([], [])
+    assert other[0].calls == other[2][0].calls == 1
+    without = {name: value for name, value in plain.state_dict().items() if name != "0._extra_state"}
+    with pytest.raises(RuntimeError, match=r"missing: 0\._extra_state"):
+        zero3.load_state_dict(other, without)
+    assert zero3.load_state_dict(other, without, strict=False).missing_keys == ["0._extra_state"]
+
+
 @every_store
 def test_the_state_is_a_copy(store):
     plain, model = pair(SmallGPT, store=store())

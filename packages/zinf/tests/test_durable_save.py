@@ -349,6 +349,41 @@ def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     assert len(checkpoints(tmp_path)) == 2
 
 
+class Remembering(torch.nn.Linear):
+    """Has a state of its own making, in no buffer."""
+
+    kept: object = None
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_extra_states_of_modules_are_kept(nvme, tmp_path, background):
+    def build(layer=Remembering):
+        return zinf.shard(torch.nn.Sequential(layer(4, 4), torch.nn.Sequential(layer(4, 4))), config(nvme))
+
+    model, plain = build(), build(torch.nn.Linear)
+    model[0].kept = {"calls": 3, "scales": [torch.tensor([0.5, 2.0])]}
+    zinf.save(tmp_path, model, None, extra={"largest": torch.tensor(7)}, background=background)
+    model[0].kept, model[1][0].kept = None, "changed since"
+    assert zinf.load(tmp_path, model, None) == {"largest": 7}
+    assert model[0].kept["calls"] == 3
+    assert torch.equal(model[0].kept["scales"][0], torch.tensor([0.5, 2.0]))
+    assert model[1][0].kept is None
+    with pytest.raises(zinf.CheckpointError, match=r"0\._extra_state is not in the model"):
+        zinf.load(tmp_path, plain, None)
+    zinf.save(tmp_path / "plain", plain, None)
+    with pytest.raises(zinf.CheckpointError, match=r"0\._extra_state is missing"):
+        zinf.load(tmp_path / "plain", model, None)
+    model[1][0].kept = object()
+    with pytest.raises(TypeError, match=r"1\.0\._extra_state: object cannot be kept"):
+        zinf.save(tmp_path, model, None)
+
+
 def test_the_optimizer_is_the_models_own(nvme, tmp_path):
     model, optimizer, _ = saved(nvme, tmp_path)
     _, others, _ = saved(nvme, tmp_path / "other")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,9 @@ from .unit_state import ParamState
 
 if TYPE_CHECKING:
     from .partitioned_model import PartitionedModel
+
+
+_EXTRA_STATE = "_extra_state"  # the name that torch gives it
 
 
 @contextmanager
@@ -88,7 +91,10 @@ def _bring_back(unit: Unit) -> None:
 
 
 class FullState(Mapping):
-    """Lazy, ordered mapping name -> full tensor of a partitioned model. Every look-up is collective."""
+    """Lazy, ordered mapping name -> full tensor of a partitioned model. Every look-up is collective.
+
+    Under a module's `_extra_state` is what its `get_extra_state` gives, as in torch.
+    """
 
     def __init__(self, module: nn.Module):
         self._entries: dict[str, Any] = {}
@@ -98,11 +104,14 @@ class FullState(Mapping):
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if name in persistent:
                 self._entries[name] = buffer
+        self._entries.update(extra_states(module))
         order = {name: position for position, name in enumerate(_plain_order(module))}
         self._names = sorted(self._entries, key=lambda name: order.get(name, len(order)))
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         entry = self._entries[name]
+        if isinstance(entry, nn.Module):
+            return entry.get_extra_state()
         if parameter_forms.is_partitioned(entry):
             return full_parameter(entry)
         return entry.detach().to("cpu", copy=True)
@@ -117,13 +126,13 @@ class FullState(Mapping):
         return len(self._names)
 
 
-def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
+def state_dict(model: nn.Module) -> Mapping[str, Any]:
     """Names and full tensors of the plain model, gathered one at a time as they are looked up. Collective."""
     return FullState(model)
 
 
-def load_state_dict(model: nn.Module, state: Mapping[str, Tensor] | str | os.PathLike, strict: bool = True):
-    """Load full tensors, streamed: from a mapping, or from a safetensors file.
+def load_state_dict(model: nn.Module, state: Mapping[str, Any] | str | os.PathLike, strict: bool = True):
+    """Load full tensors, streamed: from a mapping, or from a safetensors file, which holds no module's extra state.
 
     Each rank keeps its own part. `strict`: names must agree exactly, else RuntimeError with the lists. A shape
     that differs is always a RuntimeError, and nothing is loaded then. Returns (missing_keys, unexpected_keys).
@@ -133,11 +142,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor] | str | os.Pat
 
         with safe_open(os.fspath(state), framework="pt") as file:
             return load_from(model, SafetensorsFile(file), strict)
-    return load_from(model, _InMemory(state), strict)
+    modules = extra_states(model)
+    result = load_from(model, _InMemory(state), strict, modules)
+    for name in modules.keys() & state.keys():
+        modules[name].set_extra_state(state[name])
+    return result
 
 
 class _InMemory:
-    def __init__(self, mapping: Mapping[str, Tensor]):
+    def __init__(self, mapping: Mapping[str, Any]):
         self._mapping = mapping
         self.names = list(mapping)
 
@@ -183,24 +196,27 @@ class Source(Protocol):
         """Elements [start, stop) in row-major order."""
 
 
-def load_from(model: nn.Module, source: Source, strict: bool):
+def load_from(model: nn.Module, source: Source, strict: bool, beside: Iterable[str] = ()):
     """Load what this rank keeps of every tensor of `source`. Errors and result as `load_state_dict`."""
-    entries, result = compare(model, source, strict)
+    entries, result = compare(model, source, strict, beside)
     load_entries(entries, source)
     return result
 
 
-def compare(model: nn.Module, source: Source, strict: bool) -> tuple[dict[str, Tensor], Any]:
+def compare(
+    model: nn.Module, source: Source, strict: bool, beside: Iterable[str] = ()
+) -> tuple[dict[str, Tensor], Any]:
     """The model's parameters and buffers that `source` has, by name, and (missing_keys, unexpected_keys).
 
-    RuntimeError as `load_state_dict`.
+    `beside`: what else the model has, of which only the name counts. RuntimeError as `load_state_dict`.
     """
     entries: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     persistent = set(persistent_buffers(model))
     entries.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in persistent)
+    wanted = dict.fromkeys([*entries, *beside])
     available = set(source.names)
-    missing = [name for name in entries if name not in available]
-    unexpected = [name for name in source.names if name not in entries]
+    missing = [name for name in wanted if name not in available]
+    unexpected = [name for name in source.names if name not in wanted]
     faults = []
     if strict and missing:
         faults.append(f"missing: {', '.join(missing)}")
@@ -244,12 +260,23 @@ def persistent_buffers(module: nn.Module) -> Iterator[str]:
                 yield f"{prefix}.{name}" if prefix else name
 
 
+def extra_states(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have a state of their own making, by the name that it has in a state_dict."""
+    return {
+        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: child
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def _plain_order(module: nn.Module) -> Iterator[str]:
-    """Names in the order in which nn.Module.state_dict lists them: own parameters, own buffers, children."""
+    """Names in the order in which nn.Module.state_dict lists them: own parameters, own buffers, own extra state,
+    children."""
 
     def walk(node: nn.Module, prefix: str) -> Iterator[str]:
         yield from (prefix + name for name in node._parameters)
         yield from (prefix + name for name in node._buffers)
+        yield prefix + _EXTRA_STATE
         for name, child in node._modules.items():
             if child is not None:
                 yield from walk(child, f"{prefix}{name}.")

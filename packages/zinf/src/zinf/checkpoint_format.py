@@ -2,7 +2,7 @@
 
     checkpoint-000012/
         rank-0.bin ...      a rank's shards: unit after unit, kind after kind, in pieces; raw little-endian elements
-        tensors.safetensors buffers of the model, and tensors of `extra`
+        tensors.safetensors buffers of the model, and tensors of `extra` and of modules' extra states
         manifest.json       everything else, with a checksum of its own; written last
 
 The manifest holds no path and nothing is executed from it. Names in it are looked up, never opened.
@@ -119,6 +119,8 @@ class Manifest:
     units: list[UnitRecord]
     optimizer: OptimizerRecord
     extra: Any
+    module_states: dict[str, Any]
+    """What modules' `get_extra_state` gave, by name; as `extra`."""
     tensors_crc32c: int
     random_states: list[str]
     """Of torch's CPU generator, one a rank, in hexadecimal."""
@@ -156,6 +158,7 @@ class Manifest:
             units=[_unit(unit, ranks, piece_numel) for unit in _list(data["units"])],
             optimizer=_optimizer(data["optimizer"]),
             extra=data["extra"],
+            module_states=dict(data.get("module_states", {})),
             tensors_crc32c=_natural(data["tensors_crc32c"]),
             random_states=[bytes.fromhex(_string(state)).hex() for state in _list(data["random_states"])],
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero3.full_state import extra_states
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
 
@@ -50,6 +51,9 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
         _match_groups(manifest, optimizer)
         random_state = _random_state(manifest, machinery.ranks.rank)
         extra = give_tensors(manifest.extra, tensors)
+        module_states = give_tensors(manifest.module_states, tensors)
+        modules = extra_states(model)
+        _match_extra_states(module_states, modules)
         companions = from_tensors(tensors)
     if optimizer is not None:
         optimizer.forget()
@@ -62,6 +66,8 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     with torch.no_grad():
         for name, buffer in buffers(model):
             buffer.copy_(tensors[f"buffer.{name}"])
+    for name, module in modules.items():
+        module.set_extra_state(module_states[name])
     _load_optimizer(manifest, optimizer, places, engine)
     if random_state is not None:
         torch.set_rng_state(random_state)
@@ -225,6 +231,13 @@ def _match_buffers(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             shapes = f"has shape {tuple(saved.shape)}, the model's {tuple(buffer.shape)}" if saved is not None else ""
             found = shapes or "is missing"
             raise CheckpointError(f"the checkpoint does not fit the model: buffer {name} {found}")
+
+
+def _match_extra_states(saved: dict[str, Any], modules: dict[str, nn.Module]) -> None:
+    faults = [f"{name} is missing" for name in modules if name not in saved]
+    faults += [f"{name} is not in the model" for name in saved if name not in modules]
+    if faults:
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(faults))
 
 
 def _random_state(manifest: Manifest, rank: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import deepnvme
 from zero3.bandwidth_centric import round_up
-from zero3.full_state import persistent_buffers
+from zero3.full_state import extra_states, persistent_buffers
 from zero3.partitioned_model import PartitionedModel
 from zero3.unit import ParamSlot, Unit
 
@@ -63,6 +63,9 @@ class CheckpointWriter:
         self._random_state = bytes(torch.get_rng_state().tolist()).hex()
         tensors = {f"buffer.{name}": buffer for name, buffer in buffers(model)} | to_tensors(engine.companions)
         self._extra = take_tensors(extra, "extra", tensors)
+        self._module_states = {
+            name: take_tensors(module.get_extra_state(), name, tensors) for name, module in extra_states(model).items()
+        }
         self._tensors = save_tensors({name: _copy(tensor) for name, tensor in tensors.items()})
         self._optimizer = _optimizer_settings(optimizer)
         self.nbytes = file_nbytes(self.units, self._records) * self._files + len(self._tensors)
@@ -137,6 +140,7 @@ class CheckpointWriter:
             units=self._records,
             optimizer=self._optimizer,
             extra=self._extra,
+            module_states=self._module_states,
             tensors_crc32c=deepnvme.crc32c(bytearray(self._tensors)),
             random_states=states,
         )
