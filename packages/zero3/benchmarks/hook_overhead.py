@@ -3,8 +3,8 @@
 Tiny operators, one rank, so that nothing but overhead is seen. Rows: plain torch once more (what it shows is noise);
 ours with shards that are never resident (gathers, saved views, reductions); ours with all in memory (no hooks needed);
 hooks that do nothing, as many as those of the first row of ours; a bare program of hooks that gathers and reduces (no
-pool, states, errors, other models, or anything but these blocks); FSDP2. Each by its ratio to the plain step beside
-it, times the median plain step: medians, and their quartiles.
+pool, states, checks, errors, other models, or anything but these blocks); FSDP2. Each by its ratio to the plain step
+beside it, times the median plain step: medians, and their quartiles.
 
     python benchmarks/hook_overhead.py [--blocks 10 100] [--rounds 30] [--json FILE]
 """
@@ -100,7 +100,10 @@ class Gathered(nn.Parameter):
 
 
 class BareBlock:
-    """Gathers a block's parameters into one buffer when forward or backward needs them, and reduces their gradients."""
+    """Gathers a block's parameters into one buffer when forward or backward needs them, and reduces their gradients.
+
+    The buffer is its own, and every view of it that was ever asked for lies ready.
+    """
 
     def __init__(self, block: nn.Module):
         self.params = list(block.parameters())
@@ -112,6 +115,7 @@ class BareBlock:
         self.grads = [part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)]
         self.absent = [torch.full((), float("nan")).expand(shape) for shape in shapes]
         self.bounds = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
+        self.ready: dict[tuple, torch.Tensor] = {}
         self.there, self.missing = False, len(self.params)
         block.register_forward_pre_hook(self.gather)
         block.register_forward_hook(self.release)
@@ -135,7 +139,9 @@ class BareBlock:
         if not self.there:
             self.buffer.copy_(self.shard)
             self.there = True
-        return self.buffer.as_strided(*place)
+        if place not in self.ready:
+            self.ready[place] = self.buffer.as_strided(*place)
+        return self.ready[place]
 
     def arrived(self, _) -> None:
         self.missing -= 1
@@ -152,23 +158,21 @@ class BareBlock:
 def bare_hooks(model: nn.Sequential) -> nn.Sequential:
     blocks = [BareBlock(block) for block in model]
     owners = {block.bounds[0]: block for block in blocks}
-    starts = sorted(owners)
+    bounds = sorted(bound for block in blocks for bound in block.bounds)
 
     def pack(tensor: torch.Tensor):
         address = tensor.data_ptr()
-        place = bisect_right(starts, address)
-        if place and address < owners[starts[place - 1]].bounds[1]:
-            block = owners[starts[place - 1]]
+        found = bisect_right(bounds, address)
+        if found & 1:
+            block = owners[bounds[found - 1]]
             return block, (tensor.shape, tensor.stride(), (address - block.bounds[0]) // tensor.itemsize)
-        return tensor.detach(), tensor._version
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def unpack(packed) -> torch.Tensor:
-        one, other = packed
-        if type(one) is BareBlock:
-            return one.view(other)
-        if one._version != other:
-            raise RuntimeError("changed in place")
-        return one
+        if type(packed) is tuple:
+            block, place = packed
+            return block.view(place)
+        return packed
 
     autograd = torch._C._autograd
     model.register_forward_pre_hook(lambda *_: autograd._push_saved_tensors_default_hooks(pack, unpack))
