@@ -38,6 +38,14 @@ int lengthen(int fd, uint64_t nbytes) {
   return ::ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
 }
 
+// What a reservation that failed has got of the drive goes back, unless somebody else has written behind it meanwhile.
+void give_back(int fd, uint64_t nbytes_before, uint64_t nbytes_wanted) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) return;
+  const auto nbytes = static_cast<uint64_t>(status.st_size);
+  if (nbytes >= nbytes_before && nbytes <= nbytes_wanted) (void)!::ftruncate(fd, static_cast<off_t>(nbytes_before));
+}
+
 // The nearest to a reservation where there is none: check that the room is there now, then set the length.
 int grow_sparse(int fd, uint64_t nbytes, uint64_t present) {
   struct statvfs fs {};
@@ -61,16 +69,25 @@ std::string File::path() const {
 }
 
 IoError File::reserve(uint64_t nbytes) {
+  std::vector<uint64_t> before;
+  const auto share_of = [&](unsigned i) {
+    return member_nbytes(nbytes, i, static_cast<unsigned>(members_.size()), stripe_);
+  };
   for (unsigned i = 0; i < members_.size(); ++i) {
-    const uint64_t share = member_nbytes(nbytes, i, static_cast<unsigned>(members_.size()), stripe_);
-    if (share == 0) continue;
+    const uint64_t share = share_of(i);
     const int fd = members_[i].cached.get();
+    struct stat present {};
+    before.push_back(::fstat(fd, &present) == 0 ? static_cast<uint64_t>(present.st_size) : share);
+    if (share == 0) continue;
     int code = fallocate_range(fd, 0, share);
     if (cannot_reserve(code)) {
       struct stat status {};
       code = ::fstat(fd, &status) == 0 ? grow_sparse(fd, share, static_cast<uint64_t>(status.st_blocks) * 512) : errno;
     }
-    if (code) return {code, "reserve", members_[i].path, 0, static_cast<size_t>(share), 0, ""};
+    if (code) {
+      for (unsigned j = 0; j <= i; ++j) give_back(members_[j].cached.get(), before[j], share_of(j));
+      return {code, "reserve", members_[i].path, 0, static_cast<size_t>(share), 0, ""};
+    }
   }
   if (extendable_) known_nbytes_ = std::max<uint64_t>(known_nbytes_, nbytes);
   return {};

@@ -174,6 +174,58 @@ def test_full_filesystem(io, tmp_path, request, where, nbytes):
 
 @pytest.mark.root
 @pytest.mark.filterwarnings("ignore:direct I/O")
+@pytest.mark.parametrize("where", ["small_filesystem", "small_drive"])
+def test_a_reservation_that_fails_takes_nothing(request, where):
+    """Of the drive's room, and of files that were there, one member or all."""
+    directory = request.getfixturevalue(where)
+    (directory / "one").write_bytes(b"12345")
+    (directory / "two").write_bytes(b"")
+    free = os.statvfs(directory).f_bavail
+    for paths in ("one", "new"), ("one",), ("new", "two", "one"), ("new",):
+        with pytest.raises(OSError, match="No space left"):
+            deepnvme.File([directory / path for path in paths], "w", size=64 << 20)
+        assert (directory / "one").read_bytes() == b"12345"
+        assert (directory / "two").read_bytes() == b""
+        assert not (directory / "new").exists()
+        assert os.statvfs(directory).f_bavail == free
+
+
+@pytest.mark.parametrize("path", ["there/", "there/.", "no/../there", "there/../there", "", "."])
+def test_what_was_there_stays_when_it_cannot_be_opened(io, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("there").write_bytes(b"precious")
+    with pytest.raises(OSError, match=r"opening it for writing"):
+        io.write(path, b"x").wait()
+    with pytest.raises(OSError, match=r"opening it for writing"):
+        deepnvme.File(["new", path], "w")
+    assert os.listdir() == ["there"]
+    assert Path("there").read_bytes() == b"precious"
+
+
+def test_what_another_process_made_in_the_meantime_stays(tmp_path, monkeypatch):
+    """A file that came between looking and creating. One that we have made goes."""
+    there, opened = tmp_path / "file", os.open
+
+    def slow_open(path, flags, *rest):
+        try:
+            return opened(path, flags, *rest)
+        except FileNotFoundError:
+            there.write_bytes(b"theirs")
+            raise
+
+    monkeypatch.setattr(os, "open", slow_open)
+    with pytest.raises(OSError, match="absent"):
+        deepnvme.File([there, tmp_path / "no" / "absent"], "w")
+    assert there.read_bytes() == b"theirs"
+    there.unlink()
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(ValueError, match="stripe"):
+        deepnvme.File(there, "w", stripe=5)
+    assert not there.exists()
+
+
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore:direct I/O")
 def test_swap_on_a_full_drive_does_not_claim_the_tensor(small_filesystem):
     with deepnvme.Swap(small_filesystem) as swap:
         swap.put("fits", np.ones(1000)).wait()

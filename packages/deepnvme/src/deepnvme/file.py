@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -20,7 +21,8 @@ PathLike = str | os.PathLike[str]
 Direct = bool | Literal["auto"]
 FileIdentity = tuple[tuple[int, int], ...]  # (device, inode) of every member
 
-_MODES = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT}
+_MODES = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR}
+_MOST_RACES = 100  # in which others create and remove a file of the same name
 _CAREFUL_ALIGNMENT = (4096, 4096)  # (memory, offset), where the kernel cannot tell
 # What open(O_DIRECT) answers where the filesystem cannot do it.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -58,15 +60,13 @@ class File:
             raise ValueError(f"mode must be 'r', 'r+' or 'w', found {mode!r}")
         self.paths = tuple(_as_paths(paths))
         self.mode = mode
-        # A link that leads nowhere yet creates what it names, and stays itself.
-        created = [os.path.realpath(path) for path in self.paths if mode == "w" and not os.path.exists(path)]
+        created: list[_Created] = []
         try:
-            descriptors = _open_all(self.paths, lambda path: _open(path, _MODES[mode] | os.O_CLOEXEC, 0o666))
+            descriptors = _open_all(self.paths, lambda path: _open(path, mode, created))
             self._open(descriptors, size, stripe, direct)
         except BaseException:
-            for path in created:
-                if os.path.exists(path):
-                    os.unlink(path)
+            for file in created:
+                file.remove()
             raise
 
     @classmethod
@@ -260,11 +260,40 @@ def _open_all(names: Iterable[str], open_one: Callable[[str], int]) -> list[int]
     return descriptors
 
 
-def _open(path: str, flags: int, permissions: int) -> int:
+class _Created:
+    """A file that did not exist before: what may be removed again, and nothing else under its name."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        status = os.fstat(fd)
+        self._path, self._identity = path, (status.st_dev, status.st_ino)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            status = os.lstat(self._path)
+            if (status.st_dev, status.st_ino) == self._identity:
+                os.unlink(self._path)
+
+
+def _open(path: str, mode: str, created: list[_Created]) -> int:
+    flags = _MODES[mode] | os.O_CLOEXEC
     try:
-        return os.open(path, flags, permissions)
+        for _ in range(_MOST_RACES):
+            try:
+                return os.open(path, flags)
+            except FileNotFoundError:
+                if mode != "w":
+                    raise
+            # A link that leads nowhere yet creates what it names, and stays itself.
+            target = os.path.realpath(path) if os.path.islink(path) else path
+            try:
+                fd = os.open(target, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:  # somebody else was quicker
+                continue
+            created.append(_Created(target, fd))
+            return fd
+        raise OSError(errno.EEXIST, "others create and remove it all the time", path)
     except OSError as e:
-        raise open_error(e, path, "opening it for " + ("reading" if flags & os.O_ACCMODE == 0 else "writing")) from None
+        raise open_error(e, path, "opening it for " + ("reading" if mode == "r" else "writing")) from None
 
 
 def _open_anonymous(directory: str) -> int:
