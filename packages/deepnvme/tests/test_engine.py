@@ -172,6 +172,31 @@ def test_callback_runs_once_whether_added_before_or_after_the_end(io, tmp_path):
     assert calls == [3_000_000, 3_000_000]
 
 
+def test_callback_is_added_while_one_is_being_added(io, tmp_path):
+    """As a signal handler or a finalizer does that comes between any two steps."""
+    called = []
+
+    def add(_=None) -> None:
+        io.write(tmp_path / "other", b"x").add_done_callback(lambda _: called.append("other"))
+
+    def work() -> None:
+        want_lock = io._callbacks._lock.acquire
+        assert want_lock()  # where add_done_callback is interrupted
+        try:
+            io._callbacks._start()
+            add()
+        finally:
+            io._callbacks._lock.release()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    io.write(tmp_path / "file", b"x").add_done_callback(lambda _: called.append("file"))
+    io.close()
+    assert sorted(called) == ["file", "other"]
+
+
 def test_callback_that_raises_does_not_stop_the_others(io, tmp_path, caplog):
     finished = threading.Event()
     request = io.write(tmp_path / "file", bytes(3_000_000))

@@ -41,8 +41,10 @@ def test_against_a_map_of_every_page(operations, capacity):
     for start, nbytes in ranges:
         extents.free(start, nbytes)
     assert extents.used == 0
-    if extents.end:
-        assert extents.allocate(extents.end) == 0  # one range again
+    assert extents.end == 0
+    whole = 1 << 40 if extents.capacity is None else extents.capacity
+    assert not whole or extents.allocate(whole) == 0  # one range again
+    assert extents.allocate(1) is None or capacity is None
 
 
 def test_smallest_fitting_range_is_taken():
@@ -52,6 +54,7 @@ def test_smallest_fitting_range_is_taken():
         extents.free(starts[i], (10, 1, 5, 1, 7, 1)[i])
     assert extents.allocate(6) == starts[4]
     assert extents.allocate(5) == starts[2]
+    assert extents.allocate(1) == starts[4] + 6
     assert extents.allocate(11) == 25
 
 
@@ -63,16 +66,27 @@ def test_free_range_at_the_end_is_lengthened():
     assert extents.end == 15
 
 
-def test_room_that_was_not_to_be_had_is_not_handed_out_again():
+def test_room_that_is_free_at_the_end_is_beyond_the_end():
     extents = Extents(None)
     for _ in range(3):
         extents.allocate(4096)
+    extents.free(4096, 4096)
+    assert (extents.end, extents.used) == (3 * 4096, 2 * 4096)
     extents.free(8192, 4096)
-    assert extents.allocate(3 * 4096) == 8192  # the free range at the end, lengthened
-    extents.free(8192, 3 * 4096)
-    extents.shrink(3 * 4096)
-    assert extents.end == 3 * 4096
-    assert extents.allocate(4096) == 8192
-    assert extents.allocate(4096) == 3 * 4096
-    extents.shrink(extents.end)  # nothing to give back
-    assert extents.end == 4 * 4096
+    assert (extents.end, extents.used) == (4096, 4096)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 20_000)), max_size=20), st.booleans())
+def test_made_of_what_is_taken(parts, bounded):
+    taken = []
+    place = 0
+    for gap, nbytes in parts:
+        place += gap * 4096
+        taken.append((place, nbytes))
+        place += -(-nbytes // 4096) * 4096
+    extents = Extents(place if bounded else None, taken=reversed(taken))
+    assert extents.end == place
+    assert extents.used == sum(-(-nbytes // 4096) * 4096 for _, nbytes in taken)
+    for start, nbytes in taken:
+        extents.free(start, nbytes)
+    assert (extents.end, extents.used) == (0, 0)

@@ -189,6 +189,7 @@ def test_swap_and_awaiting_in_a_forked_child(backend, run_python):
                 refused = [
                     lambda: swap.put("y", np.ones(5)), lambda: swap.get("x"), lambda: swap.pop("x"),
                     lambda: asyncio.run(wait()), lambda: request.add_done_callback(print), request.wait,
+                    swap.names, lambda: "x" in swap, lambda: len(swap), lambda: swap.nbytes,
                 ]
                 for use in refused:
                     try: use(); os._exit(1)
@@ -200,6 +201,62 @@ def test_swap_and_awaiting_in_a_forked_child(backend, run_python):
             assert np.array_equal(swap.get("x").result().numpy(), data)
         """,
         backend,
+    )
+
+
+def test_what_has_ended_may_be_asked_for_in_a_forked_child(backend, run_python):
+    """Though other threads held the engine's locks when the process forked."""
+    run_python(
+        """
+        import os, signal, sys, threading, deepnvme, numpy as np
+        with deepnvme.Engine(sys.argv[1]) as io:
+            request = io.write("file", bytes(1000))
+            while not request.done(): pass
+            held, forked = threading.Event(), threading.Event()
+            def hold():
+                with io._in_flight._lock, io._callbacks._lock: held.set(); forked.wait()
+            holder = threading.Thread(target=hold)
+            holder.start()
+            held.wait()
+            child = os.fork()
+            forked.set()
+            if child == 0:
+                signal.alarm(20)
+                called = []
+                request.add_done_callback(called.append)
+                os._exit(0 if called == [request] and request.wait() == 1000 else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """,
+        backend,
+    )
+
+
+@pytest.mark.parametrize("when", ["await", "callback", "wait"])
+def test_engine_that_is_dropped_goes_away(backend, run_python, when):
+    run_python(
+        """
+        import asyncio, gc, os, sys, threading, time, weakref, deepnvme
+        backend, when = sys.argv[1:]
+        async def main():
+            io = deepnvme.Engine(backend)
+            request = io.write("file", bytes(100_000))
+            called = threading.Event()
+            if when == "callback": request.add_done_callback(lambda _: called.set()); called.wait()
+            elif when == "await": await request
+            else: request.wait()
+            return weakref.ref(io)
+        asyncio.run(main())
+        before = len(os.listdir("/proc/self/fd"))
+        engines = [asyncio.run(main()) for _ in range(5)]
+        end = time.monotonic() + 20
+        while any(engine() is not None for engine in engines) and time.monotonic() < end: time.sleep(0.01); gc.collect()
+        assert not any(engine() is not None for engine in engines)
+        while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end: time.sleep(0.01)
+        assert len(os.listdir("/proc/self/task")) == 1
+        assert len(os.listdir("/proc/self/fd")) <= before
+        """,
+        backend,
+        when,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
+import types
 
 import numpy as np
 import pytest
@@ -267,6 +270,44 @@ def test_tensors_of_several_threads(swap):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(12)))
     assert swap.names() == []
+
+
+def test_copies_are_refused(swap):
+    swap.put("a", np.ones(10)).wait()
+    for thing in (swap, swap._engine):
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                duplicate(thing)
+    assert (swap.get("a").result().numpy() == 1).all()
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_others_keep_room_on_a_small_drive(tmp_path, monkeypatch, drives):
+    """What is reserved ahead is a small part of what is free; at the end it is what is needed."""
+    free = [300 << 20]
+    reserved = [0]
+
+    class SmallDrive:
+        def filenos(self):
+            return list(range(drives))
+
+        def reserve(self, nbytes):
+            if nbytes - reserved[0] > free[0]:
+                return errno.ENOSPC, "reserving", "path", 0, nbytes, 0, ""
+            free[0] -= max(nbytes - reserved[0], 0)
+            reserved[0] = max(nbytes, reserved[0])
+            return None
+
+    monkeypatch.setattr(os, "fstatvfs", lambda _: types.SimpleNamespace(f_bavail=free[0] // 4096, f_frsize=4096))
+    with deepnvme.Swap([tmp_path] * drives) as swap, monkeypatch.context() as drive:
+        drive.setattr(swap._file, "_open_core", SmallDrive)
+        swap._reserve_up_to(4096)
+        assert free[0] >= 280 << 20
+        for used in range(1 << 20, 301 << 20, 1 << 20):
+            swap._reserve_up_to(used)
+        with pytest.raises(OSError, match="No space left") as full:
+            swap._reserve_up_to(301 << 20)
+        assert full.value.errno == errno.ENOSPC
 
 
 def test_shared_engine(tmp_path):

@@ -9,8 +9,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from . import _core
 from .arrays import describe, describe_writable
@@ -18,7 +18,7 @@ from .callbacks import Callbacks
 from .drive_profile import DriveProfile, load_profile
 from .errors import ClosedError, ForkedError, io_error
 from .file import Direct, File, PathLike, check_direct
-from .in_flight import Entry, InFlight
+from .in_flight import InFlight
 from .request import Request
 from .sizes import MOST_BYTES, parse_size, waiting_time, whole_number
 from .statistics import Statistics
@@ -190,6 +190,10 @@ class Engine:
         except OSError as e:
             warnings.warn(f"an Engine was dropped without close(), and a request had failed: {e}", RuntimeWarning, 2)
 
+    def __reduce__(self) -> NoReturn:
+        # A shallow copy would be a second owner of the same threads, and close them.
+        raise TypeError("an Engine cannot be copied or pickled: make another one")
+
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"deepnvme.Engine({self.backend!r}, queue_depth={self.queue_depth}, block_size={self.block_size}{state})"
@@ -204,7 +208,10 @@ class Engine:
         offset: int,
         checksum: bool = False,
         after: Sequence[tuple[_core.Request, bool]] = (),
+        submitted: list[_core.Request] | None = None,
+        turn: Iterable[bool] = (True,),
     ) -> Request:
+        """`submitted` has the request from the moment when it is submitted; only if `turn` still says so (InFlight)."""
         self._check_usable()
         offset = whole_number("offset", offset)
         if offset < 0:
@@ -218,15 +225,15 @@ class Engine:
         core = opened._open_core()
         if writes and opened.mode == "r":
             raise ValueError(f"{opened!r} was opened for reading: use mode 'r+' or 'w'")
-        key = self._in_flight.hold(host.owner)
+        arguments = writes, core, host.address, host.nbytes, offset, checksum, after
         try:
-            request = self._core.submit(writes, core, host.address, host.nbytes, offset, checksum, after)
+            request = self._in_flight.submit(
+                arguments, host.owner, opened, [] if submitted is None else submitted, turn
+            )
         except OSError as e:
-            self._in_flight.withdraw(key)
             if e.errno == errno.ESHUTDOWN:  # closed by another thread just now
                 raise ClosedError("the Engine is closed") from None
             raise
-        self._in_flight.add(Entry(request, host.owner, opened), key)
         if self._all_direct is not core.direct:
             self._all_direct = core.direct and self._all_direct is not False
         self._in_flight.let_go()
@@ -238,7 +245,8 @@ class Engine:
             self._check_process()
             if not self._core.wait(request, timeout):
                 raise TimeoutError(f"the transfer has not ended within {timeout} s; it goes on")
-        self._in_flight.settle(request)
+        if not self.forked:  # else another thread may have held the lock
+            self._in_flight.settle(request)
 
     def _cancel(self, request: _core.Request) -> bool:
         self._check_process()

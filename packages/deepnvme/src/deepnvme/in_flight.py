@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import compress, starmap
+from typing import Any, NamedTuple
 
 from . import _core
 from .file import File, FileIdentity
@@ -20,6 +22,10 @@ class Entry(NamedTuple):
     file: File  # keeps the descriptors
 
 
+class Overtaken(Exception):
+    """What was to be submitted must be thought over: something else came in between."""
+
+
 class InFlight:
     """The requests of one engine whose end nobody has noticed yet."""
 
@@ -28,40 +34,60 @@ class InFlight:
         # Makes "not done yet, so keep it" one step. Reentrant for signal handlers that use the engine.
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
-        self._submitting: dict[object, object] = {}
+        # Being submitted, by the identity of the list; an exception of a signal handler may leave one here.
+        self._submitting: dict[int, tuple[list[_core.Request], object, File]] = {}
+        self._letting_go = False
         # Failures that no wait() has raised, for flush() and sync(). Without their arrays and descriptors.
         self._failures: dict[int, tuple[_core.Request, FileIdentity]] = {}
         _all.add(self)
 
-    def hold(self, owner: object) -> object:
-        """Ahead of submitting: keeps the owner until add() is called with the key that this returns.
+    def submit(
+        self,
+        arguments: tuple[Any, ...],
+        owner: object,
+        file: File,
+        submitted: list[_core.Request],
+        turn: Iterable[bool] = (True,),
+    ) -> _core.Request:
+        """Submits a request of these arguments to the engine, and keeps what it needs until it has ended.
 
-        A signal handler may raise between submitting and adding (KeyboardInterrupt). Then the kernel has the memory
-        and nobody has the request, so the owner stays for as long as the engine.
+        A signal handler may raise between any two steps of Python (KeyboardInterrupt), but not within C: there the
+        request is submitted and put into `submitted` in one step. Who has that list never misses the request.
+        Overtaken: `turn` was cleared before, and nothing is submitted.
         """
-        key = object()
-        self._submitting[key] = owner
-        return key
-
-    def withdraw(self, key: object) -> None:
-        """It was not submitted after all."""
-        del self._submitting[key]
-
-    def add(self, entry: Entry, key: object) -> None:
+        key = id(submitted)
+        try:
+            self._submitting[key] = submitted, owner, file
+            submitted.extend(starmap(self._engine.submit, compress((arguments,), turn)))
+        finally:
+            if not submitted:
+                self._submitting.pop(key, None)
+        if not submitted:
+            raise Overtaken
+        entry = Entry(submitted[0], owner, file)
         with self._lock:
             # A request is done before its id is listed as finished. So one that is not done here is still to be
             # listed, and will be let go; one that is done may have been listed and missed already.
             under_way = not entry.request.done()
             if under_way:
                 self._entries[entry.request.id] = entry
-        del self._submitting[key]
-        if not under_way:
+        # Another thread may have let it go already, and noted its failure.
+        if self._submitting.pop(key, None) is not None and not under_way:
             self._note_failure(entry)
+        return entry.request
 
     def let_go(self) -> None:
         """Forgets the requests that finished since the last call."""
         with self._lock:
-            entries = [self._entries.pop(id, None) for id in self._engine.take_finished()]
+            # An exception of a signal handler that came in between the last time took the list with it.
+            ids = [id for id, entry in self._entries.items() if entry.request.done()] if self._letting_go else []
+            self._letting_go = True
+            entries = [self._entries.pop(id, None) for id in (*ids, *self._engine.take_finished())]
+            self._letting_go = False
+        if self._submitting:
+            for key, (submitted, owner, file) in list(self._submitting.items()):
+                if submitted and submitted[0].done() and self._submitting.pop(key, None) is not None:
+                    entries.append(Entry(submitted[0], owner, file))
         for entry in entries:
             if entry is not None:
                 self._note_failure(entry)
@@ -83,7 +109,8 @@ class InFlight:
 
     def entries(self) -> list[Entry]:
         with self._lock:
-            return list(self._entries.values())
+            cut_short = [Entry(s[0], owner, file) for s, owner, file in list(self._submitting.values()) if s]
+            return [*self._entries.values(), *cut_short]
 
     def take_failures(self) -> list[_core.Request]:
         """Failures that were not raised yet, oldest first."""
