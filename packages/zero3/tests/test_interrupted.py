@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ from zero3_testing import (
 
 import zero3
 from zero3.hooks import running_model
+from zero3.uninterrupted import uninterrupted
 
 ERRORS = [RuntimeError, KeyboardInterrupt, SystemExit]  # torch calls no module hook for the last two
 PLACES = ["forward", "recomputation", "backward"]
@@ -201,3 +203,19 @@ def test_saved_tensor_hooks_entered_after_an_interrupt_stay_in_force():
         (torch.ones(2, requires_grad=True) ** 2).sum().backward()
         assert calls
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    seen = []
+
+    def work(times):
+        with uninterrupted():
+            for time in range(times):
+                signal.raise_signal(signal.SIGINT)
+                seen.append(time)
+
+    for times in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            work(times)
+    assert seen == [0, 0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -415,8 +415,22 @@ def test_keep(nvme, tmp_path):
     assert len(kept) == 2
     assert str(kept[-1]) == newest
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "nvme") == [path.name for path in kept]
-    with pytest.raises(ValueError, match="keep"):
-        zinf.save(tmp_path, model, optimizer, keep=0)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match="keep"):
+            zinf.save(tmp_path, model, optimizer, keep=wrong)
+    assert checkpoints(tmp_path) == kept
+
+
+def test_a_checkpoint_that_was_moved_and_linked_to_goes_when_it_is_old(nvme, tmp_path):
+    model, optimizer, path = saved(nvme, tmp_path, steps=1)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(path, elsewhere)
+    Path(path).symlink_to(elsewhere)
+    assert zinf.load(tmp_path, model, optimizer) is None
+    newest = zinf.save(tmp_path, model, optimizer, keep=1).path
+    assert [str(kept) for kept in checkpoints(tmp_path)] == [newest]
+    assert not elsewhere.exists()
+    assert not Path(path).is_symlink()
 
 
 def test_the_newest_complete_one_is_loaded(nvme, tmp_path):

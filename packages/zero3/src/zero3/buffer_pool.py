@@ -185,8 +185,9 @@ class BufferPool:
         return sum(buffer.nbytes for buffer in self._retired)
 
     def _reclaim(self) -> None:
-        self._free += [buffer for buffer in self._retired if not buffer.viewed_elsewhere()]
-        self._retired = [buffer for buffer in self._retired if buffer.viewed_elsewhere()]
+        free = [buffer for buffer in self._retired if not buffer.viewed_elsewhere()]
+        self._retired = [buffer for buffer in self._retired if buffer not in free]  # first: nothing is ever in both
+        self._free += free
 
     def _make_room(self, nbytes: int) -> None:
         """Let go of free buffers that fit nobody, so that odd sizes do not pile up."""

@@ -20,7 +20,10 @@ class GatheredMemory:
         self._units: dict[int, Unit] = {}  # by first address
 
     def add(self, unit: Unit) -> None:
+        """Harmless where it is there already."""
         start = unit.buffer.start
+        if self._units.get(start) is unit:  # an interrupt came right behind
+            return
         place = bisect_right(self.bounds, start)
         self.bounds[place:place] = start, start + unit.nbytes
         self._units[start] = unit

@@ -22,7 +22,7 @@ from . import collectives, unit_state
 from .errors import UnsupportedError
 from .first_rank_log import first_rank_logger
 from .own_hook import OwnHook
-from .parameter_forms import ShardGradient, take_raw_grads, will_come, without_noticing
+from .parameter_forms import ShardGradient, has_raw_grads, take_raw_grads, will_come, without_noticing
 from .unit_state import ACCUMULATING, COMMITTED, NONE, REDUCED, REDUCING, move_grad
 from .untraced import untraced
 
@@ -70,7 +70,6 @@ class Gradients:
 
     def __init__(self, model: PartitionedModel):
         self._model = model
-        self._hooks: dict[ParamSlot, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: list[_Reduction] = []
         self._largest_reduction = 0  # bytes
         self._reduced: set[Unit] = set()  # in the backward that is not settled yet
@@ -87,15 +86,22 @@ class Gradients:
         if unit.plain:
             return
         for slot in [slot for slot in unit.unwatched if slot.param.requires_grad]:
-            unit.unwatched.remove(slot)
-            hook = OwnHook(self._arrived, unit, slot.index)
             with without_noticing():
-                self._hooks[slot] = Tensor.register_post_accumulate_grad_hook(slot.param, hook)
+                if not self._own_hooks(slot):  # an interrupt may have come right behind it
+                    hook = OwnHook(self._arrived, unit, slot.index)
+                    Tensor.register_post_accumulate_grad_hook(slot.param, hook)
+            unit.unwatched.remove(slot)
 
     def unwatch(self, unit: Unit) -> None:
         for slot in unit.slots:
-            if slot in self._hooks:
-                self._hooks.pop(slot).remove()
+            with without_noticing():
+                for number in self._own_hooks(slot):
+                    del slot.param._post_accumulate_grad_hooks[number]
+
+    def _own_hooks(self, slot: ParamSlot) -> list[int]:
+        """By which numbers torch has our hooks on the parameter."""
+        hooks = slot.param._post_accumulate_grad_hooks or {}
+        return [number for number, hook in hooks.items() if isinstance(hook, OwnHook) and hook.func == self._arrived]
 
     @untraced
     def _arrived(self, unit: Unit, index: int, _param: Tensor) -> None:
@@ -297,13 +303,21 @@ class Gradients:
     def _drop_broken(self) -> None:
         """A backward that raised leaves units half complete; their gradients count for nothing."""
         for unit in self._model.units:
-            if unit.awaited:
+            if not unit.plain and self._is_broken(unit):
                 log.warning("unit %s: its gradient of an aborted backward is dropped", unit.name)
                 unit.awaited.clear()
                 unit.fresh_grads.clear()
                 take_raw_grads(unit.params)
                 if not unit.unsynced_slots:
                     unit_state.forget_fresh(unit, reduced=bool(unit.with_grad))
+
+    def _is_broken(self, unit: Unit) -> bool:
+        """Whether a gradient of it is neither where autograd takes it from nor where we keep it."""
+        if unit.awaited or unit.fresh_grads or has_raw_grads(unit.params):
+            return True
+        if unit.grad_state is REDUCING:
+            return unit.reducing is None
+        return unit.grad_state is ACCUMULATING and not unit.unsynced_slots
 
     def _agree(self, arrivals: set[ParamSlot]) -> set[ParamSlot]:
         """Reduce what is left: what no_sync kept, and, with zeros, units that only other ranks used.

@@ -72,6 +72,12 @@ def take_raw_grads(params: Sequence[Any]) -> list[Tensor | None]:
     return grads
 
 
+def has_raw_grads(params: Sequence[Any]) -> bool:
+    """Whether autograd has left any gradient in its slots."""
+    with without_noticing():
+        return any(param._zero3_grad is not None for param in params)
+
+
 class ShardGradient(Tensor):
     """This rank's part of a parameter's gradient, as user code sees it.
 

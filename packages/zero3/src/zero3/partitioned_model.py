@@ -209,12 +209,13 @@ class PartitionedModel:
 
     def start_gather(self, unit: Unit) -> None:
         """READING → STAGED → GATHERING: wait for the own slice, send for the others. Else harmless."""
-        if unit.state is not READING:
+        if unit.state is READING:
+            if unit.pending is not None:
+                unit.pending()
+                unit.pending = None
+            move_param(unit, STAGED)
+        if unit.state is not STAGED:
             return
-        if unit.pending is not None:
-            unit.pending()
-            unit.pending = None
-        move_param(unit, STAGED)
         if unit.buffer is not None and self.shard_ranks > 1:
             what = f"gathering unit {unit.name}"
             unit.pending = collectives.all_gather(self.ranks, unit.flat, unit.own_slice(unit.flat), unit.index, what)
@@ -253,9 +254,8 @@ class PartitionedModel:
         """READY → SHARDED: only the shard stays. Where parameters are not partitioned, only with `force`."""
         if unit.state is SHARDED or (self.keeps_gathered and not force and not unit.permanent):
             return
-        if unit.state is not READY:  # was on its way: let it arrive, then drop it
-            self.start_gather(unit)
-            self.finish_gather(unit)
+        if unit.state is not READY:
+            self._let_arrive(unit)
         self._noticed.pop(unit, None)
         self.in_backward.pop(unit, None)
         if unit.buffer is not None:
@@ -263,6 +263,29 @@ class PartitionedModel:
                 self.collect_changes(unit)
             self._drop_buffer(unit)
         move_param(unit, SHARDED)
+
+    def _let_arrive(self, unit: Unit) -> None:
+        """What is on its way is to be dropped: it comes to rest. A read that fails then was for nobody."""
+        try:
+            self.start_gather(unit)
+        except Exception as error:
+            if unit.state is not READING:
+                raise
+            log.warning("unit %s was read in vain, and the read failed: %s", unit.name, error)
+            unit.pending = None
+            return
+        self.finish_gather(unit)
+
+    def _mend(self, unit: Unit) -> None:
+        """An interrupt has cut a gather or a release of `unit` in two, where its state and its memory disagree."""
+        if unit.state is SHARDED:
+            move_param(unit, READING)
+            self.release(unit, force=True)
+            return
+        buffer, unit.buffer, unit.pending = unit.buffer, None, None
+        move_param(unit, SHARDED)
+        if buffer is not None:
+            self.pool.give_back(buffer)
 
     def _drop_buffer(self, unit: Unit) -> None:
         self.gathered_memory.remove(unit)
@@ -502,8 +525,11 @@ class PartitionedModel:
         self.gradients.settle()
         self.forget_noticed()
         for unit in self.units:
-            if unit.permanent and not unit.plain:
-                self.collect_changes(unit)
+            if unit.permanent:
+                if not unit.plain:
+                    self.collect_changes(unit)
+            elif (unit.flat is None) is not (unit.state is SHARDED):
+                self._mend(unit)
 
     def values_changed(self, unit: Unit) -> None:
         """The shard got new values: what is gathered is stale, and what autograd saved too."""
@@ -527,8 +553,9 @@ class PartitionedModel:
 
     def abort(self) -> None:
         """If an exception has ended a backward: what it had gathered goes, what is in flight comes to rest."""
-        if not self.in_backward:  # the end of a backward empties this
+        if not self.in_backward and self._backward_task == -1:  # as the end of a backward leaves them
             return
+        self._backward_task = -1
         self.scheduler.abort()
         for unit in list(self.in_backward):
             if not unit.holds:

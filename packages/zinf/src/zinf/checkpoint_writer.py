@@ -150,7 +150,7 @@ class CheckpointWriter:
         _sync_folder(self._root)
         if self._keep is not None:
             for old in checkpoints(self._root)[: -self._keep]:
-                shutil.rmtree(old)
+                _remove(old)
 
     def discard(self) -> None:
         """Leave nothing behind."""
@@ -229,6 +229,13 @@ def _setting(value: Any, what: str) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} cannot be kept in a checkpoint: {error}") from None
     return value
+
+
+def _remove(checkpoint: Path) -> None:
+    """One that somebody has moved to another place, and left a link to, goes with the link."""
+    shutil.rmtree(checkpoint.resolve())
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -328,14 +328,26 @@ class OffloadEngine(ShardStore):
         self._grad_writes.append((start(key, copy), buffer))
 
     def _finish_grad_write(self) -> None:
-        wait, buffer = self._grad_writes.pop(0)
-        wait()
-        del wait
+        try:
+            self._grad_writes[0][0]()
+        except Exception:
+            self._grad_write_is_over()
+            raise
+        self._grad_write_is_over()
+
+    def _grad_write_is_over(self) -> None:
+        buffer = self._grad_writes.pop(0)[1]
         self.tiers.host_pool.give_back(buffer)
 
     def _finish_grad_writes(self) -> None:
         while self._grad_writes:
             self._finish_grad_write()
+
+    def forget_grad_writes(self) -> None:
+        """Gradients do not count any more: nothing of them is on its way, nor are failures of their writes."""
+        while self._grad_writes:
+            self._grad_writes[0][0].settle()
+            self._grad_write_is_over()
 
     def settle_gradients(self) -> None:
         """Every gradient that goes to a drive is there, with what user code has changed of it."""
@@ -402,13 +414,17 @@ class _ThroughHost(Wait):
 
     def __init__(self, tiers: TierSet, key: Key, arrived: Wait, buffer: PooledBuffer, out: Tensor):
         super().__init__()
-        self._tiers, self._key, self._arrived, self._buffer, self._out = tiers, key, arrived, buffer, out
+        self._tiers, self._key, self._arrived, self._out = tiers, key, arrived, out
+        self._buffer: PooledBuffer | None = buffer
 
     def __call__(self) -> None:
+        if self._buffer is None:  # it has been waited for
+            return
         self._arrived()
         with self._tiers.spans.running("cg", str(self._key)):
             self._out.copy_(self._buffer.flat(self._out.numel(), self._out.dtype))
-        self._tiers.host_pool.give_back(self._buffer)
+        buffer, self._buffer = self._buffer, None
+        self._tiers.host_pool.give_back(buffer)
 
     def done(self) -> bool:
         return self._arrived.done()

@@ -167,6 +167,7 @@ class AdamW(torch.optim.Optimizer):
             self._refuse_clipping(engines)
 
     def _checked_engine(self, slot: ParamSlot) -> OffloadEngine:
+        _refuse_gone(slot.unit.model)
         engine = slot.unit.model.store
         if not isinstance(engine, OffloadEngine):
             raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
@@ -218,8 +219,8 @@ class AdamW(torch.optim.Optimizer):
     def _check_in_charge(self) -> None:
         if self._succeeded:
             raise RuntimeError("a later zinf.AdamW trains these parameters: step that one")
-        if any(model.gone for model in self._engines.values()):
-            raise RuntimeError("a model of this optimizer is gone: keep it as long as it is trained")
+        for model in self._engines.values():
+            _refuse_gone(model)
 
     def _settle_gradients(self) -> None:
         for engine, model in self._engines.items():
@@ -344,10 +345,16 @@ class AdamW(torch.optim.Optimizer):
 
     def forget(self) -> None:
         """All states are about to be replaced by a checkpoint's: what pends does not matter any more."""
-        for updates in self._updates.values():
+        for engine, updates in self._updates.items():
+            engine.forget_grad_writes()
             updates.forget()
         self._clip_factor = 1.0
         self._settings.clear()
+
+
+def _refuse_gone(model: PartitionedModel) -> None:
+    if model.gone:
+        raise RuntimeError("a model of this optimizer is gone: keep it as long as it is trained")
 
 
 def _checked(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ parameters go straight into the gathered buffer, so the bfloat16 half is not rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from torch import Tensor
 
+from zero3.uninterrupted import uninterrupted
 from zero3.unit import Unit
 from zero3.unit_state import GradState, move_grad
 
@@ -34,14 +35,19 @@ class _Commit:
 class _PendingUpdate(Wait):
     """Waiting for such a unit means to update it."""
 
-    __slots__ = ("_param_out", "_unit", "_updates")
+    __slots__ = ("_has_run", "_param_out", "_unit", "_updates")
 
     def __init__(self, updates: UpdateBeforeUse, unit: Unit, param_out: Tensor):
         super().__init__()
         self._updates, self._unit, self._param_out = updates, unit, param_out
+        self._has_run = False
 
     def __call__(self) -> None:
-        self._updates.run(self._unit, self._param_out)
+        if self._has_run:  # an interrupt came right behind it
+            return
+        with uninterrupted():
+            self._updates.run(self._unit, self._param_out)
+            self._has_run = True
 
     def done(self) -> bool:
         return False
@@ -55,9 +61,14 @@ class UpdateBeforeUse(UpdateInStep):
         self._commits: dict[Unit, _Commit] = {}
 
     def step(self, factor: float) -> None:
+        self.refuse_if_aborted()
         for unit in list(self._commits):  # not used since the step before
             self.bring_up_to_date(unit)
-        waiting = self.waiting()
+        with uninterrupted():
+            self._commit(self.waiting(), factor)
+        self.stream.expect(unit for unit in self._forward_order() if unit in self._commits)
+
+    def _commit(self, waiting: Sequence[Unit], factor: float) -> None:
         self.stream.gradients_are_final(waiting)
         for unit in waiting:
             settings = self.optimizer.settings_of(unit)
@@ -71,7 +82,6 @@ class UpdateBeforeUse(UpdateInStep):
             if unit.grad_state is GradState.REDUCED:
                 move_grad(unit, GradState.COMMITTED)
             self.model.hide(unit)
-        self.stream.expect(unit for unit in self._forward_order() if unit in self._commits)
 
     def _forward_order(self) -> Iterable[Unit]:
         """The units that the next forward begins with; all of them, where nothing is known."""
@@ -96,8 +106,11 @@ class UpdateBeforeUse(UpdateInStep):
         return _PendingUpdate(self, unit, param_out)
 
     def run(self, unit: Unit, param_out: Tensor | None) -> None:
-        """The update that is owed, if it is still."""
-        commit = self._commits.pop(unit)
+        """The update that is owed. AbortedStepError where it was begun before, and not finished."""
+        self.refuse_if_aborted()
+        commit = self._commits.pop(unit, None)
+        if commit is None:  # forgotten since: all values are about to be replaced
+            return
         direct = param_out if param_out is not None and param_out.device.type == "cpu" else None
         self.update(unit, commit.settings, commit.factor, param_out=direct)
         self.model.show_resident(unit)
@@ -106,7 +119,8 @@ class UpdateBeforeUse(UpdateInStep):
 
     def bring_up_to_date(self, unit: Unit) -> None:
         if unit in self._commits:
-            self.run(unit, None)
+            with uninterrupted():
+                self.run(unit, None)
 
     def forget(self) -> None:
         self._commits.clear()

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from zero3.uninterrupted import uninterrupted
 from zero3.unit import Unit
 from zero3.unit_state import GradState, ParamState, move_grad
 
-from .errors import AbortedStepError, ConfigError
+from .errors import ConfigError
 from .optimizer_in_step import UpdateInStep
 
 
@@ -27,7 +28,6 @@ class UpdateInBackward(UpdateInStep):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._abort_message: str | None = None
         self._used_up: set[Unit] = set()  # their gradients of this step are gone
         self._begin_anew()
 
@@ -50,6 +50,10 @@ class UpdateInBackward(UpdateInStep):
 
     def _update(self, unit: Unit, gradient: Tensor | None) -> None:
         self._updated = True
+        with uninterrupted():
+            self._update_whole(unit, gradient)
+
+    def _update_whole(self, unit: Unit, gradient: Tensor | None) -> None:
         settings = self.optimizer.settings_of(unit)
         self.optimizer.count_step(unit, settings)
         at_hand = unit.state is ParamState.READY and unit.flat.device.type == "cpu"
@@ -76,7 +80,7 @@ class UpdateInBackward(UpdateInStep):
 
     def forward_begins(self) -> None:
         """The backward before it, if there was one, was a micro-batch."""
-        self.refuse_if_aborted()
+        super().forward_begins()
         if not (torch.is_grad_enabled() and self._gradients_came):
             return
         self._gradients_came = False
@@ -97,7 +101,6 @@ class UpdateInBackward(UpdateInStep):
             )
 
     def step(self, factor: float) -> None:
-        self.refuse_if_aborted()
         super().step(factor)  # what still waits
         for unit in filter(self.optimizer.owns_all, self.waiting()):
             self.engine.drop_gradient(unit)
@@ -116,28 +119,11 @@ class UpdateInBackward(UpdateInStep):
     def aborted(self) -> None:
         super().aborted()
         self._gradients_came = False
-        if self._updated:
-            newest = self.engine.newest_checkpoint
-            remedy = (
-                f"Load the newest complete checkpoint: {newest}" if newest else "No checkpoint was saved in this run."
-            )
-            self._abort_message = (
-                "a backward was interrupted after some units had been updated (overlap_optimizer='backward'): the "
-                f"model is between two steps. {remedy}"
-            )
-
-    def refuse_if_aborted(self) -> None:
-        if self._abort_message is not None:
-            raise AbortedStepError(self._abort_message)
-
-    def settle(self) -> None:
-        self.refuse_if_aborted()
-        super().settle()
+        self._aborted = self._aborted or self._updated
 
     def forget(self) -> None:
         super().forget()
         self._begin_anew()
-        self._abort_message = None
 
 
 def _may_update(unit: Unit) -> bool:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zero3.partitioned_model import PartitionedModel
+from zero3.uninterrupted import uninterrupted
 from zero3.unit import Unit
 from zero3.unit_state import ParamState
 
+from .errors import AbortedStepError
 from .optimizer_stream import OptimizerStream, SlotSettings
 from .tiers import Wait
 
@@ -31,6 +33,7 @@ class UpdateInStep:
         self.model = model
         budget, ahead = engine.placement.stream_memory, model.scheduler.enabled
         self.stream = OptimizerStream(engine, budget, ahead, self.read_late, self.gradients_wait)
+        self._aborted = False  # a step, after some of its updates
 
     # -- the step --------------------------------------------------------------------------------------------
 
@@ -40,13 +43,15 @@ class UpdateInStep:
 
     def step(self, factor: float) -> None:
         """optimizer.step(): gradients count times `factor`."""
+        self.refuse_if_aborted()
         units = self.waiting()
         self.stream.gradients_are_final(units)
         self.stream.expect(units)
         for unit in units:
-            settings = self.optimizer.settings_of(unit)
-            self.optimizer.count_step(unit, settings)
-            self.update(unit, settings, factor)
+            with uninterrupted():
+                settings = self.optimizer.settings_of(unit)
+                self.optimizer.count_step(unit, settings)
+                self.update(unit, settings, factor)
 
     def update(
         self,
@@ -64,6 +69,14 @@ class UpdateInStep:
             self.model.values_changed(unit)
         else:
             unit.generation += 1  # it is SHARDED, or on its way and being filled with the new values
+
+    def refuse_if_aborted(self) -> None:
+        """AbortedStepError where states of a unit, or after a backward those of several, are of two steps."""
+        if not (self._aborted or self.stream.broken):
+            return
+        newest = self.engine.newest_checkpoint
+        remedy = f"Load the newest complete checkpoint: {newest}" if newest else "No checkpoint was saved in this run."
+        raise AbortedStepError(f"an update was cut short: the model is between two steps. {remedy}")
 
     def keep_changes(self, unit: Unit) -> None:
         """What a forward has written into its own parameters (an embedding's max_norm) comes before the update."""
@@ -84,6 +97,7 @@ class UpdateInStep:
 
     def forward_begins(self) -> None:
         """An outermost forward begins."""
+        self.refuse_if_aborted()
 
     def gradient_arrived(self, unit: Unit, shard: Tensor) -> bool:
         """A reduced gradient is there. True when it was used up, and need not wait."""
@@ -114,8 +128,10 @@ class UpdateInStep:
 
     def forget(self) -> None:
         """All states are about to be replaced by a checkpoint's: nothing is owed."""
-        self.stream.come_to_rest()
+        self.stream.forget()
+        self._aborted = False
 
     def settle(self) -> None:
         """Nothing is owed, nothing on its way: all states are on their tiers."""
+        self.refuse_if_aborted()
         self.stream.come_to_rest()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import cpu_adam
 from zero3.buffer_pool import PooledBuffer
+from zero3.uninterrupted import uninterrupted
 from zero3.unit import Unit
 
 from . import unit_states
@@ -65,6 +66,7 @@ class OptimizerStream:
     ahead             whether anything is read before its turn
     read_late         kinds that are not read ahead, since the update will mostly bring them along
     gradients_wait    whether an update mostly takes the gradient that waits on its tier
+    broken            an update was cut short, or what one wrote is lost: the states are of two steps
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class OptimizerStream:
         self._loaded: dict[Piece, _Loaded] = {}
         self._writing: deque[tuple[list[Wait], PooledBuffer]] = deque()
         self._in_use = 0
+        self.broken = False
 
     # -- looking ahead ---------------------------------------------------------------------------------------
 
@@ -117,19 +120,19 @@ class OptimizerStream:
         """What was read ahead is not wanted: the states are about to change, or the step was aborted."""
         self._expected.clear()
         self._final.clear()
-        for loaded in self._loaded.values():
-            for wait in loaded.arriving:
-                wait()
-            self._give_back(loaded)
-        self._loaded.clear()
+        while self._loaded:
+            self._forget(next(iter(self._loaded)))
 
     def forget_read(self, unit: Unit) -> None:
         """The states of `unit` are about to change: what was read of them is read again."""
         for piece in [piece for piece in self._loaded if piece.unit is unit]:
-            loaded = self._loaded.pop(piece)
-            for wait in loaded.arriving:
-                wait()
-            self._give_back(loaded)
+            self._forget(piece)
+
+    def _forget(self, piece: Piece) -> None:
+        loaded = self._loaded[piece]
+        Wait.of_all(loaded.arriving).settle()  # a read that fails was for nobody
+        del self._loaded[piece]
+        self._give_back(loaded)
 
     # -- the update ------------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class OptimizerStream:
         param_in: Tensor | None = None,
         param_out: Tensor | None = None,
     ) -> None:
-        """One Adam step on all of `unit`.
+        """One Adam step on all of `unit`, whatever Ctrl-C says; an exception leaves the stream `broken`.
 
         settings   slot index -> lr, betas, eps, weight_decay, step; None leaves the parameter as it is
         gradient   (shard_numel,) in host memory; None: the one that waits on its tier
@@ -151,6 +154,21 @@ class OptimizerStream:
         """
         self._engine.create_moments(unit)
         self._engine.before_change(unit)
+        with uninterrupted():
+            whole, self.broken = self.broken, True
+            self._update_pieces(unit, settings, grad_scale, gradient, param_in, param_out)
+            self.broken = whole
+        self._final.discard(unit)
+
+    def _update_pieces(
+        self,
+        unit: Unit,
+        settings: SlotSettings,
+        grad_scale: float,
+        gradient: Tensor | None,
+        param_in: Tensor | None,
+        param_out: Tensor | None,
+    ) -> None:
         for start, stop in pieces(unit.shard_numel):
             piece = Piece(unit, start, stop)
             runs = _runs(piece, settings)
@@ -164,7 +182,6 @@ class OptimizerStream:
                 param_out[start:stop].copy_(loaded.states["param"])
             self._store(piece, loaded)
             self._read_ahead()
-        self._final.discard(unit)
 
     def _take(self, piece: Piece, with_gradient: bool, param_in: Tensor | None) -> _Loaded:
         if piece in self._expected:
@@ -273,15 +290,23 @@ class OptimizerStream:
     def _reap(self, wait_for: int) -> None:
         """Take back buffers whose writes are done; wait for the oldest until `wait_for` bytes fit."""
         while self._writing:
-            waits, buffer = self._writing[0]
+            waits, _ = self._writing[0]
             if self._in_use + wait_for <= self.budget and not all(wait.done() for wait in waits):
                 return
-            self._writing.popleft()
-            with self._spans.running("stall", "writing optimizer states"):
-                for wait in waits:
-                    wait()
-            self._in_use -= buffer.nbytes
-            self._pool.give_back(buffer)
+            try:
+                with self._spans.running("stall", "writing optimizer states"):
+                    Wait.of_all(waits)()
+            except Exception:
+                self.broken = True
+                self._take_back()
+                raise
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """The oldest write is over."""
+        buffer = self._writing.popleft()[1]
+        self._in_use -= buffer.nbytes
+        self._pool.give_back(buffer)
 
     def _give_back(self, loaded: _Loaded) -> None:
         loaded.forget_views()
@@ -293,6 +318,14 @@ class OptimizerStream:
         """Nothing is read ahead, and all writes are on their tiers."""
         self.forget_expected()
         self.drain()
+
+    def forget(self) -> None:
+        """All states are about to be replaced: nothing is on its way, and what was broken does not matter any more."""
+        self.forget_expected()
+        while self._writing:
+            Wait.of_all(self._writing[0][0]).settle()
+            self._take_back()
+        self.broken = False
 
     def drain(self) -> None:
         """All writes are on their tiers."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Wait:
-    """The end of a transfer: call it to wait, ask `done()` not to.
+    """The end of a transfer: call it to wait, ask `done()` not to. When it raises, no memory is in use any more.
 
     requests   of deepnvme's, or objects that have its wait() and done(); none: the transfer is over already
     """
@@ -26,8 +26,12 @@ class Wait:
         self._requests = requests
 
     def __call__(self) -> None:
-        for request in self._requests:
-            request.wait()
+        try:
+            for request in self._requests:
+                request.wait()
+        except Exception:
+            self.settle()
+            raise
 
     @classmethod
     def of_all(cls, waits: Iterable[Wait]) -> Wait:
