@@ -17,6 +17,8 @@ from zinf.config import OVERLAPS
 _OURS = tuple(package.__file__.rpartition("/")[0] for package in (zero3, zinf))
 _PLACES = 50
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where it meets a destructor
+
 
 class Calls:
     """Counts the calls of zero3's and zinf's functions inside; `strike` is called as call number `at` begins.
@@ -73,7 +75,6 @@ def gradients(model, step: int) -> float:
     return loss.item()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where it meets a destructor
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_checkpoint_brings_everything_back(nvme, tmp_path, overlap, grads):

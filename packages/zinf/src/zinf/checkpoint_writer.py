@@ -232,10 +232,11 @@ def _setting(value: Any, what: str) -> Any:
 
 
 def _remove(checkpoint: Path) -> None:
-    """One that somebody has moved to another place, and left a link to, goes with the link."""
-    shutil.rmtree(checkpoint.resolve())
+    """Of one that somebody has moved to another place, only the link: what lies there is not ours to remove."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -112,7 +112,9 @@ class UpdateBeforeUse(UpdateInStep):
         if commit is None:  # forgotten since: all values are about to be replaced
             return
         direct = param_out if param_out is not None and param_out.device.type == "cpu" else None
+        self._aborted = True
         self.update(unit, commit.settings, commit.factor, param_out=direct)
+        self._aborted = False
         self.model.show_resident(unit)
         if param_out is not None and direct is None:
             self.engine.start_read(unit, param_out)()
