@@ -17,7 +17,8 @@ from zinf.config import OVERLAPS
 _OURS = tuple(package.__file__.rpartition("/")[0] for package in (zero3, zinf))
 _PLACES = 50
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where it meets a destructor
+# Where an interrupt meets a destructor.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Calls:
