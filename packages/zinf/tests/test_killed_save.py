@@ -26,10 +26,11 @@ def live(seed):
             left -= 1
             if left == 0 and chance.random() < 0.5:
                 os.kill(os.getpid(), 9)
-            result = function(*args, **kwargs)
-            if left == 0:
-                os.kill(os.getpid(), 9)
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:  # a file is looked for before it is made, and that fails
+                if left == 0:
+                    os.kill(os.getpid(), 9)
         return call
 
     os.rename, os.fsync, os.open = map(dying, (os.rename, os.fsync, os.open))
