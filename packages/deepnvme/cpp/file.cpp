@@ -1,12 +1,12 @@
 #include "file.hpp"
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <utility>
-
-#include "reservation.hpp"
 
 namespace deepnvme {
 namespace {
@@ -16,6 +16,41 @@ constexpr size_t kWorthReserving = 256 << 10;
 
 bool all_direct(const std::vector<FileMember>& members) {
   return std::all_of(members.begin(), members.end(), [](const FileMember& m) { return bool(m.direct); });
+}
+
+int fallocate_range(int fd, uint64_t begin, uint64_t end) {
+  while (::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin)) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+// Whether fallocate's errno means that this filesystem cannot reserve, as opposed to: there is no room.
+bool cannot_reserve(int code) {
+  return code == EOPNOTSUPP || code == ENOSYS || code == EINVAL || code == ENODEV || code == ESPIPE || code == EPERM;
+}
+
+// Only where a filesystem cannot reserve.
+int lengthen(int fd, uint64_t nbytes) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) return errno;
+  if (static_cast<uint64_t>(status.st_size) >= nbytes) return 0;
+  return ::ftruncate(fd, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
+}
+
+// What a reservation that failed has got of the drive goes back, unless somebody else has written behind it meanwhile.
+void give_back(int fd, uint64_t nbytes_before, uint64_t nbytes_wanted) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) return;
+  const auto nbytes = static_cast<uint64_t>(status.st_size);
+  if (nbytes >= nbytes_before && nbytes <= nbytes_wanted) (void)!::ftruncate(fd, static_cast<off_t>(nbytes_before));
+}
+
+// The nearest to a reservation where there is none: check that the room is there now, then set the length.
+int grow_sparse(int fd, uint64_t nbytes, uint64_t present) {
+  struct statvfs fs {};
+  if (::fstatvfs(fd, &fs) == 0 && nbytes > present && fs.f_bavail * fs.f_frsize < nbytes - present) return ENOSPC;
+  return lengthen(fd, nbytes);
 }
 
 }  // namespace
@@ -34,17 +69,24 @@ std::string File::path() const {
 }
 
 IoError File::reserve(uint64_t nbytes) {
-  std::vector<Reservation> shares;
-  const auto count = static_cast<unsigned>(members_.size());
-  const auto share_of = [&](unsigned i) { return member_nbytes(nbytes, i, count, stripe_); };
-  for (unsigned i = 0; i < count; ++i) shares.emplace_back(members_[i].cached.get(), share_of(i));
-  for (const auto step : {&Reservation::take, &Reservation::lengthen}) {
-    for (unsigned i = 0; i < count; ++i) {
-      const int code = (shares[i].*step)();
-      if (code == 0) continue;
-      for (Reservation& share : shares) share.cut_back();
-      for (Reservation& share : shares) share.give_back();
-      return {code, "reserve", members_[i].path, 0, static_cast<size_t>(share_of(i)), 0, ""};
+  std::vector<uint64_t> before;
+  const auto share_of = [&](unsigned i) {
+    return member_nbytes(nbytes, i, static_cast<unsigned>(members_.size()), stripe_);
+  };
+  for (unsigned i = 0; i < members_.size(); ++i) {
+    const uint64_t share = share_of(i);
+    const int fd = members_[i].cached.get();
+    struct stat present {};
+    before.push_back(::fstat(fd, &present) == 0 ? static_cast<uint64_t>(present.st_size) : share);
+    if (share == 0) continue;
+    int code = fallocate_range(fd, 0, share);
+    if (cannot_reserve(code)) {
+      struct stat status {};
+      code = ::fstat(fd, &status) == 0 ? grow_sparse(fd, share, static_cast<uint64_t>(status.st_blocks) * 512) : errno;
+    }
+    if (code) {
+      for (unsigned j = 0; j <= i; ++j) give_back(members_[j].cached.get(), before[j], share_of(j));
+      return {code, "reserve", members_[i].path, 0, static_cast<size_t>(share), 0, ""};
     }
   }
   if (extendable_) known_nbytes_ = std::max<uint64_t>(known_nbytes_, nbytes);
@@ -71,12 +113,12 @@ IoError File::prepare_write(uint64_t offset, size_t nbytes) {
     // cut off what another request has written behind it meanwhile.
     const uint64_t begin = large ? std::min(share_before, share - 1) : share - 1;
     const int fd = members_[i].cached.get();
-    int code = fallocate_range(fd, 0, begin, share);
+    int code = fallocate_range(fd, begin, share);
     if (cannot_reserve(code)) {
       // Then only ftruncate remains. It cuts off what was written behind its end since it looked: never where the
       // write lengthens the file by itself, and never to less than all requests have been promised.
       if (count == 1 && nbytes > 0) return {};
-      code = lengthen_sparse(fd, member_nbytes(promised_nbytes_, i, count, stripe_));
+      code = lengthen(fd, member_nbytes(promised_nbytes_, i, count, stripe_));
     }
     if (code) return {code, "write", members_[i].path, offset, nbytes, 0, ""};
   }

@@ -36,8 +36,7 @@ class File {
     return route == Route::cached ? m.cached.get() : m.direct.get();
   }
 
-  // Reserves [0, nbytes) on the drive; the file grows to that length. Throws nothing: returns what failed, and then
-  // takes nothing (Reservation).
+  // Reserves [0, nbytes) on the drive; the file grows to that length. Throws nothing: returns what failed.
   IoError reserve(uint64_t nbytes);
 
   // Ahead of a write that makes the file longer: reserves the new part, so that the pieces may be written side by

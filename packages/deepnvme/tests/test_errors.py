@@ -190,36 +190,6 @@ def test_a_reservation_that_fails_takes_nothing(request, where):
         assert os.statvfs(directory).f_bavail == free
 
 
-@pytest.mark.root
-def test_a_reservation_that_fails_leaves_holes_and_room_behind_the_end(small_drive):
-    """Also in files that are opened for it alone, have no name, or belong to a Swap."""
-    there, free = small_drive / "there", lambda: os.statvfs(small_drive).f_bavail
-    there.write_bytes(b"12345")
-    os.truncate(there, 1 << 20)
-    behind = ["fallocate", "--keep-size", "--offset", "2MiB", "--length", "1MiB", str(there)]
-    subprocess.run(behind, check=True)
-    os.sync()
-    blocks, free_before = there.stat().st_blocks, free()
-    for open_it in (
-        lambda: deepnvme.File(there, "r+", size="64MiB"),
-        lambda: deepnvme.File([small_drive / "new", there], "w", size="64MiB"),
-        lambda: deepnvme.File([there, small_drive / "new"], "w", size="26MiB"),  # the first member has its room
-        lambda: deepnvme.File.anonymous([small_drive, small_drive], size="64MiB"),
-    ):
-        with pytest.raises(OSError, match="No space left"):
-            open_it()
-        assert there.read_bytes() == b"12345" + bytes((1 << 20) - 5)
-        assert (there.stat().st_blocks, free()) == (blocks, free_before)
-        subprocess.run(behind, check=True)
-        assert there.stat().st_blocks == blocks  # at the same place, too
-    with deepnvme.Swap(small_drive) as swap:
-        swap.put("small", b"12345").wait()
-        free_before = free()
-        with pytest.raises(OSError, match="No space left"):
-            swap.put("large", deepnvme.empty(64 << 20))
-        assert free() == free_before
-
-
 @pytest.mark.parametrize("path", ["there/", "there/.", "no/../there", "there/../there", "", "."])
 def test_what_was_there_stays_when_it_cannot_be_opened(io, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
@@ -431,28 +401,6 @@ def test_a_link_that_leads_nowhere_stays_when_its_file_cannot_be_made(tmp_path):
         deepnvme.File(tmp_path / "link", "w", size="1000TiB")
     assert (tmp_path / "link").is_symlink()
     assert not (tmp_path / "target").exists()
-
-
-@pytest.mark.parametrize("target", ["no/../there", "no/../new", "there/../new", "new/"])
-def test_a_link_leads_where_the_kernel_says(tmp_path, target):
-    (tmp_path / "there").write_bytes(b"precious")
-    (tmp_path / "link").symlink_to(target)
-    with pytest.raises(OSError) as failure:
-        os.open(tmp_path / "link", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(OSError, match="opening it for writing") as ours:
-        deepnvme.File(tmp_path / "link", "w")
-    assert ours.value.errno == failure.value.errno
-    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
-    assert (tmp_path / "there").read_bytes() == b"precious"
-
-
-def test_a_chain_of_links_makes_its_file_where_it_ends(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "first").symlink_to("folder/second")
-    (tmp_path / "folder" / "second").symlink_to("file")
-    deepnvme.File(tmp_path / "first", "w").close()
-    assert (tmp_path / "folder" / "file").is_file()
-    assert (tmp_path / "first").is_symlink()
 
 
 def test_members_of_a_striped_file_are_distinct(tmp_path):

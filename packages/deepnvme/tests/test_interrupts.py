@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import deepnvme
 
 SOURCES = {
-    str(Path(deepnvme.__file__).parent / name)
-    for name in ("swap.py", "extents.py", "in_flight.py", "engine.py", "pinned_pool.py")
+    str(Path(deepnvme.__file__).parent / name) for name in ("swap.py", "extents.py", "in_flight.py", "engine.py")
 }
 SMALL, LARGE = 1_000, 40_001  # int64: small ones are soon written, large ones are under way for a while
 
@@ -243,25 +241,3 @@ def test_lock_is_free_after_an_interrupt(tmp_path):
         thread.join(10)
         assert held == [1]
         assert interrupted_put.traceback
-
-
-def test_a_handler_that_takes_from_a_pool_gets_memory_of_its_own():
-    """Between any two steps of a take: none waits for the other, and both together get no byte twice."""
-    for number in itertools.count():
-        pool = deepnvme.Pool("40KiB")
-        left, hole, right = (pool.take(8192) for _ in range(3))
-        hole.release()
-        buffers = [right]
-
-        def release_and_take(pool=pool, buffers=buffers, left=left):
-            left.release()  # the hole that was found may be part of a larger one now
-            buffers.append(pool.take(12288, timeout=5))
-
-        with AtStep(number, release_and_take) as at:
-            buffers.append(pool.take(8192, timeout=5))
-        if not at.met:
-            break
-        taken = sorted((buffer.address, buffer.address + buffer.nbytes) for buffer in buffers)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
-        assert pool.used == 8192 + 8192 + 12288
-    assert number > 100

@@ -23,7 +23,6 @@ FileIdentity = tuple[tuple[int, int], ...]  # (device, inode) of every member
 
 _MODES = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR}
 _MOST_RACES = 100  # in which others create and remove a file of the same name
-_MOST_LINKS = 40  # that the kernel follows
 _CAREFUL_ALIGNMENT = (4096, 4096)  # (memory, offset), where the kernel cannot tell
 # What open(O_DIRECT) answers where the filesystem cannot do it.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -284,7 +283,8 @@ def _open(path: str, mode: str, created: list[_Created]) -> int:
             except FileNotFoundError:
                 if mode != "w":
                     raise
-            target = _behind_links(path)
+            # A link that leads nowhere yet creates what it names, and stays itself.
+            target = os.path.realpath(path) if os.path.islink(path) else path
             try:
                 fd = os.open(target, flags | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:  # somebody else was quicker
@@ -294,18 +294,6 @@ def _open(path: str, mode: str, created: list[_Created]) -> int:
         raise OSError(errno.EEXIST, "others create and remove it all the time", path)
     except OSError as e:
         raise open_error(e, path, "opening it for " + ("reading" if mode == "r" else "writing")) from None
-
-
-def _behind_links(path: str) -> str:
-    """What a link that leads nowhere yet creates, staying itself. Where that is, only the kernel can tell:
-    os.path.realpath takes "absent/../file" for "file".
-    """
-    for _ in range(_MOST_LINKS):
-        try:
-            path = os.path.join(os.path.dirname(path), os.readlink(path))
-        except OSError:  # no link, or none any more
-            break
-    return path
 
 
 def _open_anonymous(directory: str) -> int:

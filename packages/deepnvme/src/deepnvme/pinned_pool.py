@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 import weakref
-from itertools import compress
 
 from . import _core
 from .aligned_buffer import Buffer
@@ -35,19 +34,16 @@ class Pool:
 
     def __init__(self, capacity: int | str, *, lock: bool = False) -> None:
         self.capacity = parse_size(capacity, "capacity")
+        self._extents = Extents(-(-self.capacity // 4096) * 4096)
         self._memory = _core.AlignedMemory(self.capacity)
         self.huge_pages: bool = self._memory.huge_pages
         self.locked = False
         if lock:
             self._lock_pages()
-        # Held by the one thread that may take, perhaps waiting. Reentrant for signal handlers and finalizers that take.
-        self._turn = threading.RLock()
-        # (start, bytes) of what is handed out. All the books there are, and each change is one step within C: who
-        # interrupts us finds them whole.
-        self._taken: dict[object, tuple[int, int]] = {}
-        self._attempt: list[bool] = []  # [True] until another take comes in between
-        # Says that something came back. A SimpleQueue may be filled from a finalizer that interrupts anything, even us.
-        self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # held by the one thread that may take, perhaps waiting
+        self._books = threading.Lock()  # guards the extents; never held while waiting
+        # Ranges on their way back. A SimpleQueue may be filled from a finalizer that interrupts anything, even us.
+        self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def take(self, nbytes: int | str, timeout: float | None = None) -> Buffer:
         """A uint8 Buffer of `nbytes`; its content is whatever was there before.
@@ -68,24 +64,26 @@ class Pool:
         if not self._turn.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
             raise self._too_late(nbytes, timeout)
         try:
-            key = self._wait_for_room(nbytes, started, timeout)
+            start = self._wait_for_room(nbytes, started, timeout)
         finally:
             self._turn.release()
-        return PooledBuffer(self, key, nbytes)
+        return PooledBuffer(self, start, nbytes)
 
     @property
     def used(self) -> int:
         """Bytes handed out at present, in whole pages."""
-        return self._extents().used
+        with self._books:
+            self._collect()
+            return self._extents.used
 
-    def _wait_for_room(self, nbytes: int, started: float, timeout: float | None) -> object:
+    def _wait_for_room(self, nbytes: int, started: float, timeout: float | None) -> int:
         warned_at = started
         while True:
-            with contextlib.suppress(queue.Empty):
-                while True:  # all that came back by now is about to be seen
-                    self._returned.get_nowait()
-            if (key := self._allocate(nbytes)) is not None:
-                return key
+            with self._books:
+                self._collect()
+                start = self._extents.allocate(nbytes) if nbytes else 0
+            if start is not None:
+                return start
             now = time.monotonic()
             if timeout is not None and now - started >= timeout:
                 raise self._too_late(nbytes, timeout)
@@ -93,35 +91,30 @@ class Pool:
                 warned_at = now
                 warnings.warn(
                     f"waiting for {now - started:.0f} s for a pool buffer of {format_size(nbytes)}: "
-                    f"{format_size(self.used)} of {format_size(self.capacity)} are in use",
+                    f"{format_size(self._extents.used)} of {format_size(self.capacity)} are in use",
                     RuntimeWarning,
                     stacklevel=3,
                 )
             let_go_of_finished()
             with contextlib.suppress(queue.Empty):
-                self._returned.get(timeout=_LOOK_EVERY)
+                came_back = self._returned.get(timeout=_LOOK_EVERY)
+                self._returned.put(came_back)  # for the next look, under the lock
 
-    def _allocate(self, nbytes: int) -> object | None:
-        """The key of a range that is free and now taken, or None when no free range is large enough."""
+    def _collect(self) -> None:
         while True:
-            self._attempt.clear()
-            self._attempt = attempt = [True]
-            start = self._extents().allocate(nbytes) if nbytes else 0
-            if start is None:
-                return None
-            key = object()
-            # Looking and entering in one step: a signal handler that took in between may have this very range.
-            self._taken.update(compress([(key, (start, nbytes))], attempt))
-            if key in self._taken:
-                return key
+            try:
+                self._give_back(*self._returned.get_nowait())
+            except queue.Empty:
+                return
 
-    def _extents(self) -> Extents:
-        return Extents(-(-self.capacity // 4096) * 4096, taken=[r for r in list(self._taken.values()) if r[1]])
+    def _give_back(self, start: int, nbytes: int) -> None:
+        if nbytes:
+            self._extents.free(start, nbytes)
 
     def _too_late(self, nbytes: int, timeout: float | None) -> TimeoutError:
         return TimeoutError(
             f"no room for a buffer of {format_size(nbytes)} within {timeout} s: "
-            f"{format_size(self.used)} of {format_size(self.capacity)} are in use"
+            f"{format_size(self._extents.used)} of {format_size(self.capacity)} are in use"
         )
 
     def _lock_pages(self) -> None:
@@ -142,9 +135,9 @@ class Pool:
 class PooledBuffer(Buffer):
     """A Buffer whose memory goes back to its Pool."""
 
-    def __init__(self, pool: Pool, key: object, nbytes: int) -> None:
-        super().__init__(pool._memory, pool._taken[key][0], (nbytes,), dtype_named("uint8"))
-        self._return = weakref.finalize(self, _give_back, pool._taken, pool._returned, key)
+    def __init__(self, pool: Pool, start: int, nbytes: int) -> None:
+        super().__init__(pool._memory, start, (nbytes,), dtype_named("uint8"))
+        self._return = weakref.finalize(self, pool._returned.put, (start, nbytes))
         self._return.atexit = False
 
     def release(self) -> None:
@@ -159,9 +152,3 @@ class PooledBuffer(Buffer):
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _give_back(taken: dict[object, tuple[int, int]], returned: queue.SimpleQueue[None], key: object) -> None:
-    # No lock: it may interrupt anything.
-    taken.pop(key, None)
-    returned.put(None)
