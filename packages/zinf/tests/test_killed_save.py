@@ -24,12 +24,13 @@ def live(seed):
         def call(*args, **kwargs):
             nonlocal left
             left -= 1
-            if left == 0 and chance.random() < 0.5:
+            last = left == 0  # of itself: it may call others that count
+            if last and chance.random() < 0.5:
                 os.kill(os.getpid(), 9)
             try:
                 return function(*args, **kwargs)
             finally:  # a file is looked for before it is made, and that fails
-                if left == 0:
+                if last:
                     os.kill(os.getpid(), 9)
         return call
 
