@@ -544,6 +544,8 @@ class PartitionedModel:
         """The shard is out of date until an update that is owed has run: any look at a parameter must gather."""
         self.release(unit, force=True)
         if unit.permanent:
+            for slot in unit.slots:  # what autograd holds of it is of before the update, as in `values_changed`
+                parameter_forms.mark_changed(slot)
             parameter_forms.release(unit.params, unit.placeholders)
 
     def show_resident(self, unit: Unit) -> None:

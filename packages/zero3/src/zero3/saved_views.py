@@ -88,6 +88,9 @@ class SavedView:
     def rebuild(self) -> Tensor:
         """The view, on the buffer that the unit has now (gathered for it if need be)."""
         unit, slot = self.unit, self.slot
+        model = unit.model
+        if unit not in model.in_backward:
+            model.needed_by_backward(unit)  # first: an update that was owed to the unit runs here, and is a change
         # What nobody has got at can have been changed by the whole unit only.
         changes = changes_of(slot) if unit.used else unit.generation + slot.changes
         if changes != self.changes:
@@ -95,9 +98,6 @@ class SavedView:
                 f"parameter {slot.name} was changed (by an optimizer step or in place) after this forward "
                 "saved it for backward; the gradient would be wrong. Run backward before the change."
             )
-        model = unit.model
-        if unit not in model.in_backward:
-            model.needed_by_backward(unit)
         return unit.buffer.at(self.place, unit.layout)
 
 
