@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,16 +78,22 @@ def test_of_models_made_in_one_init_each_lives_and_goes_by_itself(nvme, tier):
     assert tiers.nvme is None or tiers.nvme._closed
 
 
+@pytest.mark.parametrize("halve", [
+    lambda grad: grad.mul_(0.5),
+    lambda grad: grad.data.mul_(0.5),
+    lambda grad: np.multiply(grad.numpy(), 0.5, out=grad.numpy()),
+    lambda grad: torch.from_dlpack(grad.detach()).mul_(0.5),
+], ids=["itself", "data", "numpy", "dlpack"])  # fmt: skip
 @pytest.mark.parametrize("grads", TIERS)
-def test_gradients_that_user_code_changes(nvme, grads):
-    """In place, replaced, and taken away: as in plain torch, on every tier."""
+def test_gradients_that_user_code_changes(nvme, grads, halve):
+    """In place by any way, replaced, and taken away: as in plain torch, on every tier."""
 
     def run(model, optimizer):
         for step in range(3):
             model.loss(model.data(step)).backward()
             for number, param in enumerate(model.parameters()):
                 if number % 4 == 0:
-                    param.grad.mul_(0.5)
+                    halve(param.grad)
                 elif number % 4 == 1:
                     param.grad = torch.full_like(param.grad, 0.25)
                 elif number % 4 == 2 and step == 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+import deepnvme
 from zero3.buffer_pool import PooledBuffer
 from zero3.errors import UnsupportedError
 from zero3.partition_model import model_of
@@ -64,7 +65,7 @@ class OffloadEngine(ShardStore):
         self._waiting: set[Unit] = set()  # units with a gradient that waits
         self._grad_writes: list[tuple[Wait, PooledBuffer]] = []
         self._full_gradients: dict[Unit, torch.dtype] = {}  # of no_sync, that wait
-        self._looked_at: dict[Unit, tuple[Tensor, int]] = {}  # gradients that user code has: tensor, version when read
+        self._looked_at: dict[Unit, tuple[Tensor, int]] = {}  # gradients that user code has, crc32c as read
         self._with_moments: set[Unit] = set()
         self._lent: dict[Unit, Tensor] = {}  # masters in the hands of a torch optimizer
         self.reporter = Reporter(self)
@@ -176,7 +177,7 @@ class OffloadEngine(ShardStore):
             return kept
         if unit not in self._looked_at:
             gradient = self.read_gradient(unit)
-            self._looked_at[unit] = gradient, gradient._version
+            self._looked_at[unit] = gradient, deepnvme.crc32c(gradient)
         return self._looked_at[unit][0]
 
     def drop_gradient(self, unit: Unit) -> None:
@@ -352,10 +353,11 @@ class OffloadEngine(ShardStore):
     def settle_gradients(self) -> None:
         """Every gradient that goes to a drive is there, with what user code has changed of it."""
         self._finish_grad_writes()
-        for unit, (gradient, version) in self._looked_at.items():
-            if gradient._version != version:
+        for unit, (gradient, crc32c) in self._looked_at.items():
+            # No version counter shows what is written by way of `.data` or NumPy.
+            if (present := deepnvme.crc32c(gradient)) != crc32c:
                 self.write(unit, "grad", gradient, 0)
-                self._looked_at[unit] = gradient, gradient._version
+                self._looked_at[unit] = gradient, present
 
     def read_gradient(self, unit: Unit) -> Tensor:
         """The gradient that waits, for looking; a copy where it is not in memory."""
