@@ -48,7 +48,7 @@ class _Running:
     references   to the parameters of each when it began, where a graph is made
     """
 
-    __slots__ = ("frame", "held", "hook", "model", "references", "thread", "views")
+    __slots__ = ("frame", "held", "hook", "model", "references", "views")
 
     def __init__(self, hook: _Forward, model: PartitionedModel):
         self.hook, self.model = hook, model
@@ -56,14 +56,13 @@ class _Running:
         while frame is not None and frame.f_code is not _CALL:
             frame = frame.f_back
         self.frame = frame
-        self.thread = threading.get_ident()
         self.views: HookPair | None = None
         self.held: Sequence[Unit] = ()
         self.references: list[list[int]] = []
 
     def was_interrupted(self) -> bool:
         """Whether its frame has left the stack of this thread, which is its own."""
-        if self.frame is None or self.thread != threading.get_ident():
+        if self.frame is None:
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self.frame:
@@ -71,28 +70,37 @@ class _Running:
         return frame is None
 
 
-_running: list[_Running] = []  # the innermost last
+class _Stack(threading.local):
+    """The forwards that run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.forwards: list[_Running] = []
+
+
+_stack = _Stack()
 
 
 def running_model() -> PartitionedModel | None:
-    """The model whose forward is running, the innermost of several; None outside of any."""
+    """The model whose forward is running in this thread, the innermost of several; None outside of any."""
     end_interrupted()
-    return _running[-1].model if _running else None
+    return _stack.forwards[-1].model if _stack.forwards else None
 
 
 def runs(model: PartitionedModel) -> bool:
-    """Whether a forward of `model` is running."""
+    """Whether a forward of `model` is running in this thread."""
     end_interrupted()
-    if _running and _running[-1].model is model:  # nearly always, and this is asked all the time
+    forwards = _stack.forwards
+    if forwards and forwards[-1].model is model:  # nearly always, and this is asked all the time
         return True
-    return any(one.model is model for one in _running)
+    return any(one.model is model for one in forwards)
 
 
 def end_interrupted() -> None:
     """End the forwards that an interrupt has left behind."""
+    forwards = _stack.forwards
     left: list[_Running] = []
-    while _running and _running[-1].was_interrupted():
-        left.insert(0, _running.pop())
+    while forwards and forwards[-1].was_interrupted():
+        left.insert(0, forwards.pop())
     if left:
         log.warning("a forward was interrupted: what it held is released")
         _end(left)
@@ -126,7 +134,7 @@ class _Forward:
         outermost = not in_backward and not runs(model)
         # First of all: torch calls `after` also when the rest of this fails.
         running = _Running(self, model)
-        _running.append(running)
+        _stack.forwards.append(running)
         if outermost:
             model.step_begins()
             model.will_replay = grad
@@ -142,17 +150,18 @@ class _Forward:
     def again(self) -> None:
         """As `before`, in a checkpoint's recomputation: the checkpoint's saved-tensor hooks must stay on top."""
         running = _Running(self, self._model)
-        _running.append(running)
+        _stack.forwards.append(running)
         running.held = self._units
         self._model.hold(self._units)
 
     @untraced
     def after(self, module: nn.Module, args, output) -> None:
-        if _running and _running[-1].hook is not self:
+        forwards = _stack.forwards
+        if forwards and forwards[-1].hook is not self:
             end_interrupted()  # the interrupt was caught by the forward that ends now
-        if not _running or _running[-1].hook is not self:  # another pre-hook failed before ours was called
+        if not forwards or forwards[-1].hook is not self:  # another pre-hook failed before ours was called
             return
-        running = _running.pop()
+        running = forwards.pop()
         if running.references:
             self._model.find_kept(self._units, running.references)
         _end([running])
