@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .one_thread import frames_of
 from .own_hook import OwnHook
 from .saved_views import HookPair, take_off
 from .untraced import untraced
@@ -43,12 +44,13 @@ class _Running:
     """A forward of a hooked module that runs now.
 
     frame    of torch's function that calls the hooks and the module's own forward; None where that is another one
+    thread   in which it runs
     views    our saved-tensor hooks, where it has put them on top
     held     units that it holds
     references   to the parameters of each when it began, where a graph is made
     """
 
-    __slots__ = ("frame", "held", "hook", "model", "references", "views")
+    __slots__ = ("frame", "held", "hook", "model", "references", "thread", "views")
 
     def __init__(self, hook: _Forward, model: PartitionedModel):
         self.hook, self.model = hook, model
@@ -56,18 +58,15 @@ class _Running:
         while frame is not None and frame.f_code is not _CALL:
             frame = frame.f_back
         self.frame = frame
+        self.thread = threading.get_ident()
         self.views: HookPair | None = None
         self.held: Sequence[Unit] = ()
         self.references: list[list[int]] = []
 
     def was_interrupted(self) -> bool:
-        """Whether its frame has left the stack of this thread, which is its own."""
-        if self.frame is None:
-            return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is None
+        """Whether its frame has left the stack of its thread."""
+        frames = frames_of(self.thread)
+        return not (any(frames) if self.frame is None else any(frame is self.frame for frame in frames))
 
 
 class _Stack(threading.local):
@@ -113,6 +112,8 @@ def _end(forwards: Sequence[_Running]) -> None:
         take_off(views)
     for one in reversed(forwards):
         one.model.let_go(one.held)
+        if one in one.model.outermost:
+            one.model.outermost.remove(one)
 
 
 class _Forward:
@@ -136,6 +137,8 @@ class _Forward:
         running = _Running(self, model)
         _stack.forwards.append(running)
         if outermost:
+            if self._views:
+                model.outermost.append(running)  # before anybody looks: to append is one step for all threads
             model.step_begins()
             model.will_replay = grad
         if self._views and grad and (pair := model.saved_views.pair()) is not None:

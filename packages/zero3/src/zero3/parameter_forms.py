@@ -380,7 +380,11 @@ def slot_of(param: Any) -> ParamSlot:
     """The slot of a partitioned parameter; TypeError for anything else."""
     slot = getattr(param, "_zero3", None)
     if slot is None:
-        raise TypeError(f"expected a parameter of a partitioned model, got {type(param).__name__}")
+        found = f"{type(param).__name__} {tuple(param.shape)}" if isinstance(param, Tensor) else type(param).__name__
+        raise TypeError(
+            f"expected a parameter of a partitioned model, got {found}. What was made or put into the model after "
+            "shard() is an ordinary parameter: partition the model when it is complete, and take its parameters then."
+        )
     return slot
 
 

@@ -13,6 +13,7 @@ Then the parameters become views of the buffer: `show` for a forward, `fill_in` 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import collectives, hooks, optimizer_pieces, parameter_forms
+from . import collectives, hooks, one_thread, optimizer_pieces, parameter_forms
 from .bandwidth_centric import PARAMETER_ALIGNMENT
 from .collectives import Ranks
 from .errors import UnsupportedError
@@ -100,10 +101,12 @@ class PartitionedModel:
         self.gathered_memory = GatheredMemory()
         self.saved_views = SavedViews(self)
         self.handles: list[Any] = []  # of all hooks on the module tree
+        self.outermost: list[Any] = []  # forwards that run (hooks.py): one, and what other threads try
         self.will_replay = False  # the outermost forward keeps a graph: what runs without one inside is a checkpoint's
         self.in_backward: OrderedDict[Unit, None] = OrderedDict()  # gathered for backward, oldest first
         self._noticed: OrderedDict[Unit, None] = OrderedDict()
         self._backward_task = -1
+        self.backward_thread: int | None = None  # in which the last one ran
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied module is a plain one; nothing of the machinery is copied
@@ -488,7 +491,7 @@ class PartitionedModel:
         """Called at any event of a backward; tidies up at the end of each."""
         task = _current_task()
         if task != -1 and task != self._backward_task:
-            self._backward_task = task
+            self._backward_task, self.backward_thread = task, threading.get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
@@ -518,6 +521,7 @@ class PartitionedModel:
         if _current_task() != -1:
             return
         hooks.end_interrupted()
+        one_thread.refuse_beside_another(self)
         if self.pieces:
             optimizer_pieces.recover(self)
         for tiles in self.tiled:
