@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -181,3 +182,30 @@ def test_the_state_after_refusals_is_whole():
         model(torch.zeros(2, 5))
     assert_same(state_of(model), state_of(plain))
     assert all(str(unit.state) == "SHARDED" for unit in zero3.units(model))
+
+
+@pytest.mark.parametrize("record", [torch.jit.trace, torch.export.export], ids=["torch.jit.trace", "torch.export"])
+def test_recording_a_graph_is_refused_and_a_copy_can_be_recorded(record):
+    plain, model = pair(Perceptron, store=DistantStore(), unit_size=1)
+    data = plain.data(0)
+    with pytest.raises(zero3.UnsupportedError, match=r"copy\.deepcopy\(model\)"):
+        record(model, (data,))
+    recorded = record(copy.deepcopy(model), (data,))
+    recorded = recorded.module() if hasattr(recorded, "module") else recorded
+    assert torch.equal(recorded(data), plain(data))
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_a_parameter_keeps_its_identity():
+    """torch.utils.swap_tensors, and `Module.to` where it works by that, would give the unit another's parameter."""
+    plain, model = pair(Perceptron, store=DistantStore(), unit_size=1)
+    param = next(model.parameters())
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(param, nn.Parameter(torch.zeros(param.shape)))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="swap"):
+            model.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(model(plain.data(0)), plain(plain.data(0)))

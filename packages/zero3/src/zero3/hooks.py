@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .errors import UnsupportedError
 from .one_thread import frames_of
 from .own_hook import OwnHook
 from .saved_views import HookPair, take_off
@@ -94,6 +95,15 @@ def runs(model: PartitionedModel) -> bool:
     return any(one.model is model for one in forwards)
 
 
+def _refuse_traces() -> None:
+    """A recorded graph would keep the memory that the parameters had in this one forward."""
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.jit.trace, torch.export and torch.onnx cannot record a partitioned model: its parameters are there "
+            "for one use at a time. Give them copy.deepcopy(model), which is a plain one."
+        )
+
+
 def end_interrupted() -> None:
     """End the forwards that an interrupt has left behind."""
     forwards = _stack.forwards
@@ -138,6 +148,7 @@ class _Forward:
         _stack.forwards.append(running)
         if outermost:
             if self._views:
+                _refuse_traces()
                 model.outermost.append(running)  # before anybody looks: to append is one step for all threads
             model.step_begins()
             model.will_replay = grad

@@ -20,6 +20,7 @@ itself past our hooks, for code that asks no class.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -346,6 +347,7 @@ def adopt(slot: ParamSlot) -> None:
     if slot.param._post_accumulate_grad_hooks and not is_partitioned(slot.param):
         _refuse_hook(slot)
     slot.param._zero3 = slot
+    slot.unswappable = weakref.ref(slot.param)
     with without_noticing():
         slot.version = slot.param._version
     set_raw_grad(slot.param, None)

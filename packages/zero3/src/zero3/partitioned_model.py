@@ -178,6 +178,7 @@ class PartitionedModel:
             )
             if unit.plain:
                 for slot in unit.slots:
+                    slot.unswappable = None
                     parameter_forms.present_piece(slot, slot.view_of(resident), None)
             else:
                 self.show_resident(unit)

@@ -42,11 +42,13 @@ class ParamSlot:
     start, stop   the part of it that lies in this rank's shard, within the shard (may be empty)
     place         the same of the gathered parameter, in the unit's layout
     changes       how often its values were changed, as far as that was collected
+    unswappable   for torch.utils.swap_tensors, which refuses to exchange what has a weak reference: the identity of
+                  `param` would be another's
     """
 
     __slots__ = (
         "_accumulator", "changes", "index", "names", "numel", "offset", "param", "place",
-        "placeholder", "shape", "start", "stop", "strides", "touched", "unit", "version",
+        "placeholder", "shape", "start", "stop", "strides", "touched", "unit", "unswappable", "version",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, index: int, param: Tensor, names: Sequence[str], offset: int):
@@ -64,6 +66,7 @@ class ParamSlot:
         self.changes = 0
         self.touched: Tensor | None = None  # the values when somebody took a raw handle on them (`.data`)
         self.version = 0  # the Parameter's own version counter when `changes` was last brought up to date
+        self.unswappable: Any = None
         self._accumulator: Any = None
 
     def __reduce__(self) -> tuple:
