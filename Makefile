@@ -67,7 +67,7 @@ $(BIN)/python:
 	  echo "No virtual environment could be made: on Debian or Ubuntu install python3-venv."; exit 1; }
 
 $(INSTALLED): $(BUILD_INPUTS) | $(BIN)/python
-	$(PIP) $(foreach package,$(PACKAGES),-e packages/$(package)) pytest pytest-timeout hypothesis transformers jax optax
+	$(PIP) $(foreach package,$(PACKAGES),-e packages/$(package)) pytest pytest-timeout hypothesis transformers accelerate jax optax
 	touch $@
 
 $(LINT_INSTALLED): $(INSTALLED)

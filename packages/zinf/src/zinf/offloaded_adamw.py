@@ -40,7 +40,7 @@ class AdamW(torch.optim.Optimizer):
     ----------
     params        parameters, or groups of them, of models made by zinf.init or zinf.shard; others of these models keep
                   their gradients, and are not updated
-    lr, betas, eps, weight_decay   as in torch.optim.AdamW; per group, read when a step runs
+    lr, betas, eps, weight_decay   as in torch.optim.AdamW, but for the defaults; per group, read when a step runs
     grad_clip     None, or the largest global 2-norm of the gradients
     accumulate    backwards per step. Gradients are summed (scale the loss as in plain torch). With
                   overlap_optimizer="backward" the update runs in the last of them.
