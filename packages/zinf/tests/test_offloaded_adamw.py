@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from zinf_testing import SETTINGS, assert_same, config, make, state_of, train
@@ -267,3 +270,11 @@ def test_a_step_after_the_model_is_gone_says_so(nvme):
     with pytest.raises(RuntimeError, match="gone"):
         blocks[0].up(torch.ones(1, blocks[0].up.in_features))
     optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_that_would_train_nothing_is_refused(nvme, way):
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    with pytest.raises(TypeError, match=r"zinf\.save"):
+        way(optimizer)

@@ -334,6 +334,10 @@ class AdamW(torch.optim.Optimizer):
         """
         optimizer_state_dict.load(self, state_dict)
 
+    def __reduce__(self) -> NoReturn:
+        # A copy would have neither the moments nor charge of the model, and step nothing.
+        raise TypeError("a zinf.AdamW cannot be copied or pickled: its states lie on tiers. zinf.save keeps them")
+
     # -- states ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
