@@ -29,7 +29,13 @@ BAD = [
     ({"loss_scale": float("inf")}, "loss_scale"),
     ({"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8"),
     ({"reduce_dtype": "bf16"}, "reduce_dtype='bf16'"),
+    ({"shard": True}, "shard=True"),
+    ({"shard": ""}, "shard=''"),
     ({"nvme": 5}, "nvme=5"),
+    ({"nvme": ""}, "nvme=''"),
+    ({"nvme": ["/tmp", ""]}, "nvme="),
+    ({"prefetch": "no"}, "prefetch='no'"),
+    ({"checksum": None}, "checksum=None"),
     ({"device_memory": "8 potatoes"}, "device_memory"),
     ({"host_memory": -1}, "host_memory"),
     ({"resident": 1.5}, "resident"),
@@ -72,7 +78,7 @@ def test_sizes_and_paths():
     cfg = zinf.Config(device_memory="1MiB", host_memory="2GiB", resident=0, unit_size="512KiB", nvme=Path("/tmp"))
     assert (cfg.device_memory, cfg.host_memory, cfg.resident, cfg.unit_size) == (1 << 20, 2 << 30, 0, 512 << 10)
     assert cfg.nvme == ("/tmp",)
-    assert zinf.Config(nvme=["/a", Path("/b")]).nvme == ("/a", "/b")
+    assert zinf.Config(nvme=["/a", Path("/b"), b"/c"]).nvme == ("/a", "/b", "/c")
 
 
 def test_a_config_is_a_value():

@@ -83,7 +83,7 @@ class Config:
     def __post_init__(self) -> None:
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         set_field("nvme", self.nvme_dirs)
-        set_field("shard", tuple(self.shard))
+        set_field("shard", self._shard_choice())
         for name in ("device_memory", "host_memory", "resident", "tile_bytes"):
             set_field(name, self.budget(name))
         if self.unit_size != "auto":
@@ -95,9 +95,9 @@ class Config:
             value = getattr(self, name)
             if value not in TIERS and not (value is None and name in ("grads", "activations")):
                 raise ConfigError(f"{name}={value!r} is no tier: choose one of {', '.join(TIERS)}")
-        if tuple(sorted(self.shard)) not in _SHARD_CHOICES:
-            choices = ", ".join(str(choice) for choice in _SHARD_CHOICES)
-            raise ConfigError(f"shard={self.shard!r} is not one of {choices}")
+        for name in ("prefetch", "checksum"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(map(str, _DTYPES))}")
         if self.reduce_dtype is not None and not _is_floating_point(self.reduce_dtype):
@@ -151,11 +151,24 @@ class Config:
     @property
     def nvme_dirs(self) -> tuple[str, ...]:
         """Directories for the tier `nvme`."""
-        paths = [self.nvme] if isinstance(self.nvme, str | os.PathLike) else self.nvme
+        given = [self.nvme] if isinstance(self.nvme, str | bytes | os.PathLike) else self.nvme
         try:
-            return tuple(os.fspath(path) for path in paths)
+            paths = tuple(os.fsdecode(path) for path in given)
         except TypeError:
             raise ConfigError(f"nvme={self.nvme!r} is neither a directory nor a sequence of them") from None
+        if "" in paths:  # an unset variable of a shell, most likely; the working directory is "."
+            raise ConfigError(f"nvme={self.nvme!r}: an empty path names no directory")
+        return paths
+
+    def _shard_choice(self) -> tuple[str, ...]:
+        try:
+            chosen = tuple(self.shard)
+            if isinstance(self.shard, str) or tuple(sorted(chosen)) not in _SHARD_CHOICES:
+                raise TypeError
+        except TypeError:
+            choices = ", ".join(str(choice) for choice in _SHARD_CHOICES)
+            raise ConfigError(f"shard={self.shard!r} is not one of {choices}") from None
+        return chosen
 
     def replace(self, **changes: Any) -> Config:
         """A copy with `changes`."""
