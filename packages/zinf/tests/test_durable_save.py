@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -540,6 +541,18 @@ def test_a_file_that_was_cut_short(nvme, tmp_path):
     file.unlink()
     with pytest.raises(zinf.CheckpointError, match="missing"):
         zinf.load(path, model, optimizer)
+
+
+def test_a_file_of_buffers_that_is_gone_or_no_file(nvme, tmp_path):
+    model, optimizer, path = saved(nvme, tmp_path / "run")
+    before = full_states(model)
+    file = Path(path) / "tensors.safetensors"
+    file.unlink()
+    for make_instead in (lambda: None, lambda: file.symlink_to(file.name), file.unlink, file.mkdir):
+        make_instead()
+        with pytest.raises(zinf.CheckpointError, match=re.escape(str(file))):
+            zinf.load(path, model, optimizer)
+    assert_same(full_states(model), before)
 
 
 HOSTILE = [

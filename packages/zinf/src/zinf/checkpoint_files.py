@@ -56,9 +56,14 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
-    blob = (path / layout.TENSORS).read_bytes()
+    """Buffers, and the tensors of `extra`. CheckpointError when the file is damaged or cannot be read."""
+    file = path / layout.TENSORS
+    try:
+        blob = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
     if deepnvme.crc32c(bytearray(blob)) != manifest.tensors_crc32c:
-        raise CheckpointError(f"{path / layout.TENSORS} is damaged")
+        raise CheckpointError(f"{file} is damaged")
     return load_tensors(blob)
 
 

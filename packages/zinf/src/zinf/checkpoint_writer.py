@@ -31,6 +31,7 @@ from .checkpoint_files import checkpoints
 from .checkpoint_format import KindRecord, Manifest, OptimizerRecord, SlotRecord, UnitRecord
 from .companion_files import to_tensors
 from .errors import CheckpointError
+from .named_file import named_file
 from .offload_engine import OffloadEngine, engine_of
 from .offloaded_adamw import AdamW
 from .shard_copy import ShardCopy, file_nbytes
@@ -240,7 +241,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
+    with named_file(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .named_file import named_file
 
 Companions = dict[str, bytes]
 """Name -> content."""
@@ -37,7 +38,8 @@ def write_companions(companions: Mapping[str, bytes], folder: Path, dtypes: Iter
         if name == _CONFIG and floating is not None:
             content = _with_dtype(content, floating)
         beside = folder / f".{name}"
-        beside.write_bytes(content)
+        with named_file(beside):
+            beside.write_bytes(content)
         os.replace(beside, folder / name)
 
 

@@ -22,6 +22,7 @@ from zero3.unit import Unit
 from . import checkpoint_files
 from .checkpoint_format import DTYPES, KindRecord, UnitRecord, tiles_by_name
 from .companion_files import from_tensors, write_companions
+from .named_file import named_file
 from .offload_engine import engine_of
 from .safetensors_file import INDEX, SINGLE, Entry, header
 from .sequential_file import SequentialFile, as_bytes
@@ -80,7 +81,8 @@ class _Writer:
             weight_map = {entry.name: self._names[number] for entry, number in self._order}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             beside = self._folder / f".{INDEX}"
-            beside.write_text(text)
+            with named_file(beside):
+                beside.write_text(text)
             os.replace(beside, self._folder / INDEX)
         self._remove_older()
         return total

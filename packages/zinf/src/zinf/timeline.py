@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from .named_file import named_file
 from .offload_engine import engine_of
 from .spans import Span
 
@@ -38,7 +39,7 @@ def trace(model: nn.Module, path: str | os.PathLike) -> Iterator[None]:
     finally:
         with lock:
             events = _events(spans, machinery.ranks.rank)
-        with open(path, "w") as file:
+        with named_file(path), open(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 

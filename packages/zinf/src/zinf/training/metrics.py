@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..named_file import named_file
+
 
 class MetricsFile:
     """Appends one line a step. What is in the file is always whole lines of steps that were taken."""
@@ -22,14 +24,16 @@ class MetricsFile:
             kept = [] if keep_through_step is None else _lines_through(path, keep_through_step)
             # Beside and renamed: a crash here leaves either the old file or the new one.
             beside = path.with_name(path.name + ".partial")
-            beside.write_text("".join(kept), encoding="utf-8")
+            with named_file(beside):
+                beside.write_text("".join(kept), encoding="utf-8")
             os.replace(beside, path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds a line and hands it to the system. Numbers that JSON has no word for (inf, nan) become null."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        with named_file(self._file.name):
+            self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
