@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -54,6 +56,16 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert result.exit_code == 2
     assert f"{tmp_path / 'no'} is no directory that can be written" in " ".join(result.output.split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "/"]])
+def test_output_that_cannot_be_written_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "deepnvme.bench.cli", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert found.returncode == 1
+    assert found.stderr == "Error: standard output cannot be written: No space left on device\n"
 
 
 def test_seconds_are_not_negative(tmp_path):

@@ -338,3 +338,13 @@ def test_python_m_zinf_is_the_command():
     found = subprocess.run([sys.executable, "-m", "zinf"], capture_output=True, text=True)
     assert found.returncode == 2
     assert found.stderr == "Error: Missing command.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--machine", "dgx2", "--json"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(arguments):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "zinf", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert found.returncode == 1
+    assert found.stderr == "Error: standard output cannot be written: No space left on device\n"

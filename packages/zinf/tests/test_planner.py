@@ -237,6 +237,7 @@ def test_the_plot_is_drawn(tmp_path):
     ("arguments", "words"),
     [
         (("--layers", "3"), "all of --layers, --hidden and --heads"),
+        (("--layers", "3", "--hidden", "100", "--heads", "7"), "hidden=100 is no multiple of heads=7"),
         (("--model", "nothing"), "not known"),
         (("--machine", "abacus"), "'here', 'dgx2'"),
         (("--machine", "dgx2", "--preset", "zero9"), "unknown preset"),

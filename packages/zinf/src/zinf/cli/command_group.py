@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import click
 
+from deepnvme.bench.lost_output import words_for
+
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
@@ -28,6 +30,10 @@ class _CommandGroup(click.Group):
             _end(error.exit_code, f"Error: {' '.join(error.format_message().split())}")
         except (click.Abort, KeyboardInterrupt):
             _end(INTERRUPTED, "Interrupted.")
+        except OSError as error:
+            if (words := words_for(error)) is None:
+                raise
+            _end(1, words)
         sys.exit(outcome if isinstance(outcome, int) else 0)
 
 

@@ -70,7 +70,7 @@ def _sizes(layers: int | None, hidden: int | None, heads: int | None, model: str
         return parse_sizes(model or BUILTIN_MODEL, positions=seq)
     if model or missing:
         raise ValueError("give either --model, or all of --layers, --hidden and --heads")
-    return {name: value for name, value in given.items() if value is not None}
+    return parse_sizes(f"gpt:layers={layers},hidden={hidden},heads={heads}", positions=seq)
 
 
 def _machine(name: str) -> Machine:
