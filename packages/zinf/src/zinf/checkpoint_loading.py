@@ -5,10 +5,10 @@ Every parameter is mapped to wherever its bytes are; everything is compared befo
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,38 +37,42 @@ def load(dir: str | os.PathLike, model: nn.Module, optimizer: AdamW | None) -> A
     """Read a checkpoint, or the newest complete one in a folder; returns its `extra`. Collective.
 
     Training goes on bit for bit, on any number of ranks and any placement of the same dtype. CheckpointError names
-    what is damaged or does not fit; shapes and names are compared before anything is changed.
+    what is damaged or does not fit; shapes and names are compared before anything is changed. What is found damaged
+    later, as its bytes come, leaves a model that can be neither used nor saved until a whole checkpoint is loaded.
     """
     engine, machinery = engine_of(model)
     check_optimizer(engine, optimizer)
     finish_background_save(engine, machinery)
     path = find(dir)
     manifest = read_manifest(path)
-    with together(machinery, "comparing the checkpoint with the model"):
-        places = _match(manifest, engine, machinery)
-        tensors = read_tensors(path, manifest)
-        _match_buffers(model, tensors)
-        _match_groups(manifest, optimizer)
-        random_state = _random_state(manifest, machinery.ranks.rank)
-        extra = give_tensors(manifest.extra, tensors)
-        module_states = give_tensors(manifest.module_states, tensors)
-        modules = extra_states(model)
-        _match_extra_states(module_states, modules)
-        companions = from_tensors(tensors)
-    if optimizer is not None:
-        optimizer.forget()
-    settle(engine, machinery)
-    for slot in places:
-        slot.param.grad = None  # a checkpoint lies between two steps
-    with together(machinery, "loading the checkpoint"):
-        _make_moments(engine, optimizer, places)
-        _load_units(engine, machinery, places, path, manifest)
-    with torch.no_grad():
-        for name, buffer in buffers(model):
-            buffer.copy_(tensors[f"buffer.{name}"])
-    for name, module in modules.items():
-        module.set_extra_state(module_states[name])
-    _load_optimizer(manifest, optimizer, places, engine)
+    with contextlib.ExitStack() as stack:
+        with together(machinery, "comparing the checkpoint with the model"):
+            places = _match(manifest, engine, machinery)
+            tensors = read_tensors(path, manifest)
+            _match_buffers(model, tensors)
+            _match_groups(manifest, optimizer)
+            random_state = _random_state(manifest, machinery.ranks.rank)
+            extra = give_tensors(manifest.extra, tensors)
+            module_states = give_tensors(manifest.module_states, tensors)
+            modules = extra_states(model)
+            _match_extra_states(module_states, modules)
+            companions = from_tensors(tensors)
+            reader = stack.enter_context(PieceReader(path, manifest))
+        stack.enter_context(engine.loading(path, moments=True))
+        if optimizer is not None:
+            optimizer.forget()
+        settle(engine, machinery)
+        for slot in places:
+            slot.param.grad = None  # a checkpoint lies between two steps
+        with together(machinery, "loading the checkpoint"):
+            _make_moments(engine, optimizer, places)
+            _load_units(engine, machinery, places, reader)
+        with torch.no_grad():
+            for name, buffer in buffers(model):
+                buffer.copy_(tensors[f"buffer.{name}"])
+        for name, module in modules.items():
+            module.set_extra_state(module_states[name])
+        _load_optimizer(manifest, optimizer, places, engine)
     if random_state is not None:
         torch.set_rng_state(random_state)
     engine.companions = companions or engine.companions
@@ -164,23 +168,20 @@ def _make_moments(engine: OffloadEngine, optimizer: AdamW | None, places: Places
             engine.create_moments(slot.unit)
 
 
-def _load_units(
-    engine: OffloadEngine, machinery: PartitionedModel, places: Places, path: Path, manifest: Manifest
-) -> None:
+def _load_units(engine: OffloadEngine, machinery: PartitionedModel, places: Places, reader: PieceReader) -> None:
     """Fill this rank's shards, read ahead and written behind."""
     parts = list(_parts(engine, machinery, places))
-    with PieceReader(path, manifest) as reader:
-        whole = [_as_saved(part, reader) for part in parts]
-        reader.will_read(
-            (s.record, part.kind, s.start, s.stop)
+    whole = [_as_saved(part, reader) for part in parts]
+    reader.will_read(
+        (s.record, part.kind, s.start, s.stop)
+        for part, piece in zip(parts, whole, strict=True)
+        for s in (part.stretches if piece is None else [])
+    )
+    with RingCopy.for_pieces(engine, machinery.units, "loading a checkpoint") as ring:
+        ring.run(
+            _put_together(engine, reader, part) if piece is None else _copy_whole(engine, reader, part, piece)
             for part, piece in zip(parts, whole, strict=True)
-            for s in (part.stretches if piece is None else [])
         )
-        with RingCopy.for_pieces(engine, machinery.units, "loading a checkpoint") as ring:
-            ring.run(
-                _put_together(engine, reader, part) if piece is None else _copy_whole(engine, reader, part, piece)
-                for part, piece in zip(parts, whole, strict=True)
-            )
     for unit in machinery.units:
         unit.model.values_changed(unit)
 

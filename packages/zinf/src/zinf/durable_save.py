@@ -57,6 +57,7 @@ def save(
         raise ValueError(f"keep={keep!r} is no number of checkpoints, at least 1")
     engine, machinery = engine_of(model)
     check_optimizer(engine, optimizer)
+    engine.refuse_half_loaded()
     finish_background_save(engine, machinery)
     settle(engine, machinery)
     root = Path(dir)

@@ -7,6 +7,7 @@ knows on which tier each kind of each unit's state lies, and nothing of modules 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from zero3.unit import Unit
 from . import unit_states
 from .companion_files import Companions
 from .config import Config
+from .errors import CheckpointError
 from .placement import Placement
 from .step_report import Reporter
 from .tier_set import TierSet
@@ -72,6 +74,7 @@ class OffloadEngine(ShardStore):
         self.newest_checkpoint: str | None = None
         self.saving: BackgroundSave | None = None  # a checkpoint that is on its way
         self.companions: Companions = {}  # configuration, tokenizer, ... that the model's weights came with
+        self._half_loaded: dict[str, str] = {}  # "values", "moments": from where they came in part
 
     # -- where things lie ------------------------------------------------------------------------------------
 
@@ -226,6 +229,27 @@ class OffloadEngine(ShardStore):
             with self.tiers.spans.running("stall", f"saving {unit.name}"):
                 self.saving.before_change(unit)
 
+    @contextmanager
+    def loading(self, source: str | os.PathLike, moments: bool, all_values: bool = True) -> Iterator[None]:
+        """Values, and `moments`, come from `source`. Where the block fails, they are in part those of before.
+
+        all_values   none of before is left in the end
+        """
+        kinds = {"values", "moments"} if moments and self._with_moments else {"values"}
+        before, self._half_loaded = self._half_loaded, {**self._half_loaded, **dict.fromkeys(kinds, os.fspath(source))}
+        yield
+        self._half_loaded = {kind: half for kind, half in before.items() if kind not in kinds or not all_values}
+
+    def refuse_half_loaded(self) -> None:
+        """CheckpointError where states of two sources would be taken for one model's."""
+        if not self._half_loaded:
+            return
+        kind = "moments" if "moments" in self._half_loaded else "values"  # weights bring no moments
+        raise CheckpointError(
+            f"loading {self._half_loaded[kind]} has failed half-way: the model's {kind} are in part of it, and in part "
+            f"those of before. Load {'weights or ' if kind == 'values' else ''}a checkpoint that is whole"
+        )
+
     # -- values ----------------------------------------------------------------------------------------------
 
     def _values(self, unit: Unit, start: int, stop: int) -> Tensor:
@@ -290,6 +314,7 @@ class OffloadEngine(ShardStore):
             for kind in unit_states.MOMENTS:
                 self.tier(unit, kind).free(self.key(unit, kind))
         self._with_moments.clear()
+        self._half_loaded.pop("moments", None)
 
     def has_moments(self, unit: Unit) -> bool:
         """Whether an optimizer has ever had charge of `unit`; what is frozen from the start has no moments."""

@@ -49,6 +49,7 @@ class Prefetcher:
     # -- events ----------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
+        self._engine.refuse_half_loaded()
         self._drop_strays()
         self.order.begin(with_backward=torch.is_grad_enabled())
         if torch.is_grad_enabled():

@@ -52,6 +52,7 @@ def load_pretrained(model: nn.Module, dir: str | os.PathLike, strict: bool = Tru
         entries, result = zero3_full_state.compare(model, folder, strict)
         sources = _sources(entries, folder)
         whole = [unit for unit in machinery.units if all(slot in sources for slot in unit.slots)]
+        stack.enter_context(engine.loading(dir, moments=False, all_values=not result.missing_keys))
         _fill(engine, whole, sources, folder)
         filled = {slot for unit in whole for slot in unit.slots}
 
