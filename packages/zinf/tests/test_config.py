@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -42,6 +44,12 @@ BAD = [
     ({"unit_size": "big"}, "unit_size"),
     ({"overlap_optimizer": "sometimes"}, "overlap_optimizer='sometimes'"),
     ({"overlap_optimizer": True}, "overlap_optimizer=True"),
+    ({"overlap_optimizer": 0}, "overlap_optimizer=0"),
+    ({"resident": 2**63}, f"resident={2**63}"),
+    ({"host_memory": "9" * 400 + "GiB"}, "host_memory"),
+    ({"loss_scale": 10**400}, "loss_scale"),
+    ({"group": "gloo"}, "group='gloo'"),
+    ({"group": -100}, "group=-100"),  # what new_group returns to a process that is not in it
     ({"overlap_optimizer": "backward", "loss_scale": "dynamic"}, "needs 'next-forward' or False"),
 ]
 
@@ -52,6 +60,17 @@ def test_bad_values(changes, named):
         zinf.Config(**changes)
     assert named in str(refusal.value)
     assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize("name", sorted(field.name for field in fields(zinf.Config)))
+@pytest.mark.parametrize(
+    "value", [numpy.array([1, 2]), torch.tensor([1, 2]), object(), [["x"]], b"\xff", 1j], ids=lambda v: type(v).__name__
+)
+def test_no_field_takes_what_has_nothing_to_do_with_it(name, value):
+    """nvme is given a number where it takes a value of this kind."""
+    value = 5 if name == "nvme" else value
+    with pytest.raises(zinf.ConfigError, match=f"{name}[:=]"):
+        zinf.Config(**{name: value})
 
 
 def test_presets_are_the_rows_of_table_2():
@@ -70,6 +89,8 @@ def test_presets_are_the_rows_of_table_2():
 def test_unknown_presets_and_settings_name_the_choices():
     with pytest.raises(zinf.ConfigError, match="inf-nvme"):
         zinf.Config.preset("zero4")
+    with pytest.raises(zinf.ConfigError, match="inf-nvme"):
+        zinf.Config.preset(["zero3"])
     with pytest.raises(zinf.ConfigError, match="host_memory"):
         zinf.Config.preset("zero3", hostmemory=1)
 

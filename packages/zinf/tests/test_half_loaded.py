@@ -43,6 +43,8 @@ def test_of_a_damaged_checkpoint_a_whole_one_helps(nvme, tmp_path, overlap, para
         train(model, adamw, 1)
     with pytest.raises(zinf.CheckpointError, match="half-way"):
         zinf.save(tmp_path / "run", model, adamw)
+    with pytest.raises(zinf.CheckpointError, match="half-way"):
+        zinf.export(model, tmp_path / "export")
     zinf.load(tmp_path / "run", model, adamw)
     assert train(model, adamw, range(2, 4)) == wanted
 

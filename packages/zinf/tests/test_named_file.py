@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 
 import pytest
@@ -62,3 +63,18 @@ def test_metrics(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     with refused("metrics"), file_size_limit(LIMIT):
         metrics.write({"step": 1, "words": "x" * 2 * LIMIT})
+
+
+def test_the_folder_of_a_checkpoint(nvme, tmp_path, monkeypatch):
+    model, optimizer = offloaded(config(nvme))
+    plain_fsync = os.fsync
+
+    def fails_of_folders(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        plain_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails_of_folders)
+    with pytest.raises(OSError, match="checkpoint-000001"):
+        zinf.save(tmp_path / "run", model, optimizer)
+    assert not list((tmp_path / "run").iterdir())

@@ -141,3 +141,6 @@ def test_directories_are_checked(tmp_path):
     check_directories([str(tmp_path)])
     with pytest.raises(ConfigError, match="does not exist"):
         check_directories([str(tmp_path), str(tmp_path / "no")])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file' is no directory"):
+        check_directories([str(tmp_path / "file")])

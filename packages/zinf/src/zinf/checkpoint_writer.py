@@ -250,6 +250,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 def _sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        with named_file(path):
+            os.fsync(fd)
     finally:
         os.close(fd)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from zero3.unit_grouping import parse_size
 
@@ -19,6 +20,7 @@ TIERS = ("device", "cpu", "nvme")
 OVERLAPS = ("next-forward", "backward", False)
 _ALL = ("params", "grads", "optimizer")
 _SHARD_CHOICES = ((), ("optimizer",), ("grads", "optimizer"), ("grads", "optimizer", "params"))
+_LARGEST_SIZE = 2**63 - 1
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 # Rows of Table 2: devices of parameters, of gradients, of optimizer states; and what is partitioned.
@@ -86,19 +88,19 @@ class Config:
         set_field("shard", self._shard_choice())
         for name in ("device_memory", "host_memory", "resident", "tile_bytes"):
             set_field(name, self.budget(name))
-        if self.unit_size != "auto":
+        if not _is_one_of(("auto",), self.unit_size):
             set_field("unit_size", _size("unit_size", self.unit_size))
         self._check()
 
     def _check(self) -> None:
         for name in ("params", "grads", "optimizer", "activations"):
             value = getattr(self, name)
-            if value not in TIERS and not (value is None and name in ("grads", "activations")):
+            if not _is_one_of(TIERS, value) and not (value is None and name in ("grads", "activations")):
                 raise ConfigError(f"{name}={value!r} is no tier: choose one of {', '.join(TIERS)}")
         for name in ("prefetch", "checksum"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is neither True nor False")
-        if self.dtype not in _DTYPES:
+        if not _is_one_of(_DTYPES, self.dtype):
             raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(map(str, _DTYPES))}")
         if self.reduce_dtype is not None and not _is_floating_point(self.reduce_dtype):
             raise ConfigError(f"reduce_dtype={self.reduce_dtype!r} is not a floating-point torch.dtype")
@@ -108,7 +110,7 @@ class Config:
             raise ConfigError(
                 f"params={self.params!r} needs 'params' in shard: parameters that every rank keeps whole stay on device"
             )
-        if self.overlap_optimizer not in OVERLAPS:
+        if not _is_one_of(OVERLAPS, self.overlap_optimizer):
             raise ConfigError(
                 f"overlap_optimizer={self.overlap_optimizer!r} is not one of {', '.join(map(repr, OVERLAPS))}"
             )
@@ -117,10 +119,15 @@ class Config:
                 "overlap_optimizer='backward' updates before an overflow can be seen: loss_scale needs 'next-forward' "
                 "or False"
             )
-        if self.loss_scale is not None and self.loss_scale != "dynamic" and not _positive(self.loss_scale):
+        if not (self.loss_scale is None or _is_one_of(("dynamic",), self.loss_scale) or _positive(self.loss_scale)):
             raise ConfigError(f"loss_scale={self.loss_scale!r} is neither 'dynamic' nor a positive number")
         if self.tile_bytes == 0:
             raise ConfigError("tile_bytes=0 leaves no room for a tile: give the bytes of one, or None")
+        if self.group is not None and not (dist.is_available() and isinstance(self.group, dist.ProcessGroup)):
+            raise ConfigError(
+                f"group={self.group!r} is no torch.distributed.ProcessGroup that this process is in: give what "
+                "torch.distributed.new_group returned to one of its ranks, or None"
+            )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -135,7 +142,7 @@ class Config:
 
         ConfigError for an unknown name or field.
         """
-        if name not in PRESETS:
+        if not _is_one_of(PRESETS, name):
             raise ConfigError(f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
         known = {field.name for field in fields(cls)}
         for change in changes:
@@ -177,13 +184,23 @@ class Config:
 
 def _size(name: str, value: int | str) -> int:
     try:
-        return parse_size(value)
+        nbytes = parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except OverflowError:  # of a string with hundreds of digits
+        nbytes = _LARGEST_SIZE + 1
+    if nbytes > _LARGEST_SIZE:
+        raise ConfigError(f"{name}={value!r} is more than the {_LARGEST_SIZE} bytes that can be addressed")
+    return nbytes
+
+
+def _is_one_of(choices: Iterable[Any], value: Any) -> bool:
+    """Of a choice's type too: 0 is not False, and arrays are not asked whether they are equal to it."""
+    return any(isinstance(value, type(choice)) and value == choice for choice in choices)
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _is_floating_point(value: Any) -> bool:

@@ -141,6 +141,7 @@ def export(model: nn.Module, dir: str | os.PathLike) -> int:
     the drive; then the files have not got their names.
     """
     engine, machinery = engine_of(model)
+    engine.refuse_half_loaded()
     machinery.border()
     slots = [slot for unit in machinery.units for slot in unit.slots]
     wanted = set(persistent_buffers(model))

@@ -93,8 +93,10 @@ def allocate_host(nbytes: int) -> Tensor:
 def check_directories(dirs: Sequence[str]) -> None:
     """ConfigError for a directory that cannot take swap space."""
     for path in dirs:
-        if not os.path.isdir(path):
+        if not os.path.exists(path):
             raise ConfigError(f"nvme directory {path!r} does not exist: create it, or name another")
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme={path!r} is no directory: name one on the drive")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"nvme directory {path!r} cannot be written by this user")
 
