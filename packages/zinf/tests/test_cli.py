@@ -221,6 +221,10 @@ def test_the_timeline_and_metrics_lie_where_they_are_wanted(tmp_path):
     ("arguments", "words"),
     [
         (("--data", "absent"), "absent: No such file"),
+        (("--data", ""), "'--data': an empty path"),
+        (("--model", ""), "'--model': an empty path"),
+        (("--out", ""), "'--out': an empty path"),
+        (("--nvme", ""), "'--nvme': an empty path"),
         (("--lr", "inf"), "'--lr': inf is no number"),
         (("--lr", "nan"), "'--lr': nan is no number"),
         (("--grad-clip", "nan"), "'--grad-clip': nan is no number"),

@@ -241,10 +241,16 @@ def test_the_plot_is_drawn(tmp_path):
         (("--model", "nothing"), "not known"),
         (("--machine", "abacus"), "'here', 'dgx2'"),
         (("--machine", "dgx2", "--preset", "zero9"), "unknown preset"),
+        (("--machine", "dgx2", "--batch", "1" + 320 * "0"), "no estimate"),
+        (("--machine", "dgx2", "--model", ""), "'--model': an empty path"),
+        (("--machine", "dgx2", "--plot", ""), "'--plot': an empty path"),
+        (("--machine", "dgx2", "--plot", "."), "--plot .: is a directory"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line_and_exit_2(arguments, words):
+def test_what_cannot_be_planned_is_one_line_and_exit_2(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = _plan(*arguments)
     assert found.exit_code == 2
     assert words in found.output
     assert found.output.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -22,6 +22,15 @@ class BadInput(click.ClickException):
     exit_code = 2
 
 
+class GivenPath(click.Path):
+    """A path that names something. An empty one, which a shell makes of an unset variable, would be where we stand."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty path names nothing.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class _CommandGroup(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:

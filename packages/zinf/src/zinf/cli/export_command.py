@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import click
 
-from zinf.cli.command_group import BadInput
+from zinf.cli.command_group import BadInput, GivenPath
 from zinf.errors import CheckpointError
 from zinf.safetensors_export import export_checkpoint
 from zinf.training.faults import describe
 
 
 @click.command
-@click.argument("checkpoint", type=click.Path())
-@click.argument("directory", metavar="DIR", type=click.Path())
+@click.argument("checkpoint", type=GivenPath())
+@click.argument("directory", metavar="DIR", type=GivenPath())
 def export(checkpoint: str, directory: str) -> None:
     """Write the weights of CHECKPOINT, or of the newest in that folder, to DIR as safetensors.
 

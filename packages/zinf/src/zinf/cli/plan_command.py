@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from zinf.cli.command_group import BadInput
+from zinf.cli.command_group import BadInput, GivenPath
 from zinf.models.model_names import BUILTIN_MODEL, parse_sizes
 from zinf.planner.cluster import MACHINES, Machine
 from zinf.planner.estimate import Workload, estimate
@@ -21,7 +21,12 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--layers", type=_POSITIVE, help="Transformer blocks; with --hidden and --heads instead of --model.")
 @click.option("--hidden", type=_POSITIVE, help="Hidden size.")
 @click.option("--heads", type=_POSITIVE, help="Attention heads.")
-@click.option("--model", metavar="NAME", help=f"A model by name, as for `zinf train`.  [default: {BUILTIN_MODEL}]")
+@click.option(
+    "--model",
+    type=GivenPath(),
+    metavar="NAME",
+    help=f"A model by name, as for `zinf train`.  [default: {BUILTIN_MODEL}]",
+)
 @click.option("--batch", default=4, type=_POSITIVE, help="Sequences a device and iteration.")
 @click.option("--seq", default=1024, type=_POSITIVE, help="Tokens a sequence.")
 @click.option("--blocks-per-checkpoint", default=1, type=_POSITIVE, help="Blocks between activation checkpoints.")
@@ -35,7 +40,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--nodes", default=1, type=_POSITIVE, help="How many of these machines.")
 @click.option("--preset", default="inf-nvme", help="Where each kind of state lies: a preset of zinf.Config.")
 @click.option("--json", "as_json", is_flag=True, help="Every quantity, in bytes and exact.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw efficiency against bandwidth into this file.")
+@click.option("--plot", type=GivenPath(path_type=Path), help="Draw efficiency against bandwidth into this file.")
 def plan(
     layers: int | None,
     hidden: int | None,
@@ -58,6 +63,8 @@ def plan(
         result = estimate(workload, _machine(machine), nodes=nodes, preset=preset)
     except ValueError as error:
         raise BadInput(str(error)) from error
+    except OverflowError as error:
+        raise BadInput("these sizes lead to numbers beyond 1e308, of which there is no estimate") from error
     if plot:
         _draw(result, plot)
     click.echo(json.dumps(result, indent=2) if as_json else _table(result))
@@ -143,6 +150,8 @@ def _draw(result: dict[str, Any], path: Path) -> None:
         from zinf.planner.efficiency_plot import draw
     except ImportError as error:
         raise BadInput("--plot needs matplotlib: pip install 'zinf[plot]'") from error
+    if path.is_dir():  # the drawing would get a name beside it that nobody has given
+        raise BadInput(f"--plot {path}: is a directory, not a file")
     try:
         draw(result, path)
     except (OSError, ValueError) as error:  # the folder is missing, or the file's ending is of no known format

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from zinf.cli.command_group import BadInput
+from zinf.cli.command_group import BadInput, GivenPath
 from zinf.config import TIERS
 from zinf.models.model_names import BUILTIN_MODEL
 from zinf.training.faults import CannotStart, describe
@@ -24,8 +24,8 @@ _LR_FROM_SCRATCH, _LR_FINE_TUNING = 5e-4, 2e-5
 _POSITIVE = click.IntRange(min=1)
 _NOT_NEGATIVE = click.IntRange(min=0)
 _SEED = click.IntRange(min=0, max=2**64 - 1)  # what torch takes
-_DIRECTORY = click.Path(path_type=Path)  # ours to check: one clear line for each fault, on every rank
-_FILE = click.Path(path_type=Path)
+_DIRECTORY = GivenPath(path_type=Path)  # ours to check: one clear line for each fault, on every rank
+_FILE = GivenPath(path_type=Path)
 
 
 class _PositiveNumber(click.FloatRange):
@@ -46,12 +46,14 @@ class _PositiveNumber(click.FloatRange):
 @click.option(
     "--data",
     default=BUILTIN,
+    type=GivenPath(),
     metavar="FILE|builtin",
     help='Text to train on. For a directory as model, FILE.jsonl may hold a "text" or "messages" a line.',
 )
 @click.option(
     "--model",
     default=BUILTIN_MODEL,
+    type=GivenPath(),
     metavar="NAME|DIR",
     help="gpt2-124m, or gpt:layers=L,hidden=H,heads=A[,vocab=V], trained from scratch on bytes; or a directory in "
     "Hugging Face's layout, fine-tuned on its own tokens (needs zinf[hf]).",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from zinf.checkpoint_files import verify as find_damage
-from zinf.cli.command_group import BadInput
+from zinf.cli.command_group import BadInput, GivenPath
 from zinf.errors import CheckpointError
 
 
 @click.command
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=GivenPath())
 def verify(checkpoint: str) -> None:
     """Read CHECKPOINT, or the newest in that folder, and name every damaged part.
 
