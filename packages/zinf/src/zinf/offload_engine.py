@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # Elements: 4096 bytes of the narrowest state (2 bytes wide): O_DIRECT reads and writes every shard in place.
 _SHARD_MULTIPLE = 2048
 
+# Of a waiting gradient's memory: the tensor that is kept, and the storage object that the question makes.
+_OWN_USES = 2
+
 
 class OffloadEngine(ShardStore):
     """The shard store of one model.
@@ -175,6 +178,7 @@ class OffloadEngine(ShardStore):
     def gradient(self, unit: Unit) -> Tensor | None:
         if unit not in self._waiting:
             return None
+        self.before_use(unit)  # what is written into it from now on comes behind the step that owns it
         kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
         if kept is not None:
             return kept
@@ -182,6 +186,14 @@ class OffloadEngine(ShardStore):
             gradient = self.read_gradient(unit)
             self._looked_at[unit] = gradient, deepnvme.crc32c(gradient)
         return self._looked_at[unit][0]
+
+    def gradient_is_held(self, unit: Unit) -> bool:
+        """Whether user code has kept the gradient that waits, and so could write into it without asking."""
+        kept = self.tier(unit, "grad").resident(self.key(unit, "grad"))
+        looked_at = kept if kept is not None else self._looked_at.get(unit, (None,))[0]
+        if looked_at is None:
+            return False
+        return torch._C._storage_Use_Count(looked_at.untyped_storage()._cdata) > _OWN_USES
 
     def drop_gradient(self, unit: Unit) -> None:
         self._waiting.discard(unit)

@@ -74,7 +74,8 @@ class UpdateBeforeUse(UpdateInStep):
             settings = self.optimizer.settings_of(unit)
             self.optimizer.count_step(unit, settings)
             self.engine.create_moments(unit)  # for what was frozen when the optimizer was made
-            if self.stream.in_place(unit):  # all in memory: there is nothing to read ahead
+            # All in memory, there is nothing to read ahead; held by user code, its gradient may change behind step().
+            if self.stream.in_place(unit) or self.engine.gradient_is_held(unit):
                 self.update(unit, settings, factor)
                 continue
             self.keep_changes(unit)

@@ -36,6 +36,9 @@ class UpdateInBackward(UpdateInStep):
         return self._finished_backwards + 1 >= self.optimizer.accumulate
 
     def gradient_arrived(self, unit: Unit, shard: Tensor) -> bool:
+        if not any(slot.has_grad for slot in unit.slots):  # room for one that user code gives, outside of backward
+            self.check_gradient(unit)
+            return False  # it waits for step()
         self._gradients_came = True
         if not self._last_backward or not _may_update(unit) or shard.device.type != "cpu":
             return False
