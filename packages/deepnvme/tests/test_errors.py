@@ -190,6 +190,47 @@ def test_a_reservation_that_fails_takes_nothing(request, where):
         assert os.statvfs(directory).f_bavail == free
 
 
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore:direct I/O")
+@pytest.mark.parametrize("where", ["small_filesystem", "small_drive"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_write_that_finds_no_room_leaves_the_file_as_it_was(io, request, where, members):
+    """No longer, with zeros that nobody wrote; and what others append meanwhile stays."""
+    directory = request.getfixturevalue(where)
+    paths = [directory / str(number) for number in range(members)]
+    large = deepnvme.empty(64 << 20)
+    with deepnvme.File(paths, "w", stripe=64 << 10) as file:
+        io.write(file, np.full(200_000, 7, np.uint8)).wait()
+        before, free = [path.read_bytes() for path in paths], os.statvfs(directory).f_bavail
+        for offset in (0, 100_000, 200_000, 300_001):
+            with pytest.raises(OSError, match="No space left"):
+                io.write(file, large, offset).wait()
+            assert [path.read_bytes() for path in paths] == before
+            assert free - os.statvfs(directory).f_bavail <= members  # a block of extents each, of thousands
+        small, refused = [], []
+        for number in range(50):
+            small.append(io.write(file, np.full(5001, number, np.uint8), 200_000 + number * 5001))
+            refused.append(io.write(file, large, 200_000 + number * 5001))
+        # While a reservation holds all there is, before it fails, a small write may find no room either.
+        errors = [error_of(one) for one in small]
+        assert set(errors) <= {0, errno.ENOSPC}
+        assert {error_of(one) for one in refused} == {errno.ENOSPC}
+        for number, error in enumerate(errors):
+            if not error:
+                back = np.empty(5001, np.uint8)
+                io.read(file, back, 200_000 + number * 5001).wait()
+                assert (back == number).all()
+        io.write(file, bytes(300_000), 200_000).wait()
+
+
+def error_of(request):
+    try:
+        request.wait()
+    except OSError as e:
+        return e.errno
+    return 0
+
+
 @pytest.mark.parametrize("path", ["there/", "there/.", "no/../there", "there/../there", "", "."])
 def test_what_was_there_stays_when_it_cannot_be_opened(io, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
