@@ -252,3 +252,33 @@ def test_a_model_that_is_dropped_is_saved_all_the_same(nvme, tmp_path, held):
     shutil.rmtree(nvme)
     nvme.mkdir()
     assert_same(full_states(loaded(config(nvme), path)[0]), wanted)
+
+
+def test_a_forked_child_does_not_wait_for_it_nor_disturb_it(nvme, run_python):
+    """The thread is not in the child: at its end, where the model goes, the child waited for ever."""
+    script = """
+    import os, sys, threading
+    import zinf
+    from zinf.background_save import BackgroundSave
+    from zinf.checkpoint_files import verify
+    from zinf_testing import config, offloaded, train
+
+    go_on, copy = threading.Event(), BackgroundSave._copy_and_publish
+    BackgroundSave._copy_and_publish = lambda self: (go_on.wait(), copy(self))
+    model, optimizer = offloaded(config(sys.argv[1]))
+    train(model, optimizer, 2)
+    path = zinf.save("run", model, optimizer, background=True).path
+    if (child := os.fork()) == 0:
+        try:
+            zinf.save("run", model, optimizer)
+        except zinf.CheckpointError as error:
+            print("child:", error)
+        sys.exit()
+    print("status", os.waitpid(child, 0)[1])
+    go_on.set()
+    zinf.save("run", model, optimizer)
+    print("damaged", verify(path))
+    """
+    found = run_python(script, nvme, timeout=30)
+    assert "child: run/checkpoint-000001 is being saved by process" in found
+    assert found.endswith("status 0\ndamaged []\n")

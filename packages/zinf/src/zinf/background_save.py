@@ -12,6 +12,7 @@ The thread uses no collective, which would get among those of the training: rank
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ class BackgroundSave:
         self._left = dict.fromkeys(writer.units)  # units that may still not change, in the order of their copies
         self._arrival = threading.Condition()
         self._failure: BaseException | None = None
+        self._process = os.getpid()
         self._now = [(unit, ["param"]) for unit in writer.units if unit.permanent]
         self._later = {
             unit: [kind for kind in kinds if kind != "param"] if unit.permanent else kinds
@@ -58,6 +60,8 @@ class BackgroundSave:
 
     def before_change(self, unit: Unit) -> None:
         """Returns when the states of `unit` may change. Cheap once they were copied."""
+        if os.getpid() != self._process:
+            return  # a forked child, with states of its own; the thread is not in it, and a lock may be held for ever
         if unit not in self._left:
             if not self._thread.is_alive():
                 self._writer.close()  # its buffers may serve the training again
@@ -69,6 +73,11 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """The checkpoint is complete; or what kept it from being so is raised."""
+        if os.getpid() != self._process and self._model is not None:
+            raise CheckpointError(
+                f"{self._writer.final} is being saved by process {self._process}, of which this one is a forked child: "
+                "save and load there, or fork when the checkpoint is complete"
+            )
         self._thread.join()
         self._writer.close()
         if self._failure is not None:
