@@ -171,6 +171,8 @@ class AdamW(torch.optim.Optimizer):
         engine = slot.unit.model.store
         if not isinstance(engine, OffloadEngine):
             raise TypeError(f"parameter {slot.name} is not of a zinf model: build it with zinf.init or zinf.shard")
+        if slot.unit.model.under_construction:
+            raise RuntimeError(f"parameter {slot.name} is still under zinf.init: make the optimizer behind that block")
         if slot.param.requires_grad and slot.unit.dtype not in unit_states.UPDATED:
             raise TypeError(
                 f"parameter {slot.name} is {slot.unit.dtype}, of which zinf.AdamW makes no update: give it to "
@@ -359,6 +361,10 @@ class AdamW(torch.optim.Optimizer):
 def _refuse_gone(model: PartitionedModel) -> None:
     if model.gone:
         raise RuntimeError("a model of this optimizer is gone: keep it as long as it is trained")
+    if not model.under_construction and not model.handles:
+        raise RuntimeError(
+            "a model of this optimizer was sharded again since, which left its moments behind: make a new zinf.AdamW"
+        )
 
 
 def _checked(group: Mapping[str, Any]) -> dict[str, Any]:

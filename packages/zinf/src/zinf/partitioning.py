@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from zero3 import parameter_forms
 from zero3.collectives import Ranks
 from zero3.partition_model import default_device, device_of, partition
 from zero3.partitioned_init import constructing
@@ -36,8 +38,10 @@ def init(config: Config) -> Iterator[None]:
     """Modules built inside are partitioned and offloaded as they are built (paper, 7.2). Collective.
 
     No more than one submodule's full parameters is in memory at a time. ConfigError when a drive has too little
-    room for the whole training state; then nothing is left behind.
+    room for the whole training state; then nothing is left behind. TypeError for what is no Config; ValueError as
+    `shard`.
     """
+    _check_config(config)
     settings = _settings(config)
     ranks = Ranks(config.group, _TIMEOUT)
     device = default_device()
@@ -63,9 +67,14 @@ def init(config: Config) -> Iterator[None]:
 
 
 def shard(model: nn.Module, config: Config) -> nn.Module:
-    """Partition and offload an existing model, in place; returns it. Collective. Errors as `init`."""
+    """Partition and offload an existing model, in place; returns it. Collective. Errors as `init`.
+
+    A model that got new modules since is sharded again as a whole: values stay, and a new optimizer begins. ValueError
+    for one that shares parameters with another sharded model, a part of it or what it is a part of.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    _check_config(config)
     device = device_of(model)
     check_directories(config.nvme_dirs)
     spare_memory_if_scarce()
@@ -78,6 +87,26 @@ def shard(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
+def _check_config(config: Any) -> None:
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"expected a zinf.Config, got {config!r}: make one, as zinf.Config.preset('inf-nvme', nvme=['/path'])"
+        )
+
+
+def _refuse_shared(module: nn.Module) -> None:
+    """Two models would each take charge of the same units."""
+    own = getattr(module, "_zero3_model", None)
+    for name, param in module.named_parameters():
+        for slot in parameter_forms.slots_of(param):
+            model = slot.unit.model
+            if model is not own and not model.under_construction:
+                raise ValueError(
+                    f"parameter {name} is one of another model that is sharded already ({slot.name} there): shard the "
+                    "whole, and its parts not by themselves"
+                )
+
+
 def _settings(config: Config) -> Settings:
     return Settings(config.dtype, config.unit_size, config.shard, config.reduce_dtype)
 
@@ -85,6 +114,7 @@ def _settings(config: Config) -> Settings:
 def _partition(
     module: nn.Module, config: Config, ranks: Ranks, settings: Settings, tiers: TierSet, device: torch.device
 ) -> None:
+    _refuse_shared(module)
     shards = ranks.size if "optimizer" in config.shard else 1
     trained = sum(param.numel() for param in module.parameters() if param.requires_grad) // shards
     frozen = sum(param.numel() for param in module.parameters() if not param.requires_grad) // shards
