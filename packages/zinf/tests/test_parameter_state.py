@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zinf_testing import SETTINGS, assert_same, config, full_states, make, offloaded, plain, state_of, train
+from zinf_testing import SETTINGS, ManyDtypes, assert_same, config, full_states, make, offloaded, plain, state_of, train
 
 import zero3
 import zinf
@@ -55,9 +55,14 @@ def test_setting_and_looking_on_two_ranks(ranks, nvme, dtype):
         assert torch.equal(grad, its)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"), [({"step": -1}, ValueError), ({"exp_avg": [1.0]}, TypeError), ({"param": 0.0}, TypeError)]
-)
+@pytest.mark.parametrize(("change", "error"), [
+    ({"step": -1}, ValueError), ({"step": 1.5}, ValueError), ({"step": "3"}, ValueError), ({"step": True}, ValueError),
+    ({"step": float("nan")}, ValueError), ({"step": float("inf")}, ValueError),
+    ({"exp_avg": [1.0]}, TypeError), ({"param": 0.0}, TypeError),
+    ({"exp_avg": torch.ones(16, dtype=torch.complex64)}, TypeError),
+    ({"param": torch.ones(16, dtype=torch.complex64)}, TypeError),
+    ({"exp_avg_sq": torch.ones(16, device="meta"), "param": torch.ones(16)}, TypeError),
+])  # fmt: skip
 def test_states_that_make_no_sense_are_refused_by_name(nvme, change, error):
     model, optimizer = offloaded(config(nvme))
     train(model, optimizer, 1)
@@ -65,6 +70,38 @@ def test_states_that_make_no_sense_are_refused_by_name(nvme, change, error):
     with pytest.raises(error, match=rf"{next(iter(change))}.*norm\.weight"):
         zinf.set_full_state(model.norm.weight, change)
     assert_same(zinf.full_state(model.norm.weight), before)
+
+
+def other_dtypes(rank, world, nvme, tier):
+    """What float32 does not hold is whole, and stays what it is when it is set."""
+    plain, model = ManyDtypes(3), zinf.shard(ManyDtypes(3), config(nvme, tier, optimizer=tier))
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        found = zinf.full_state(param)["param"]
+        assert found.dtype == wanted.dtype, name
+        assert torch.equal(found, wanted), name
+        zinf.set_full_state(param, param=wanted.detach().flip(0))
+        assert torch.equal(zinf.full_state(param)["param"], wanted.flip(0)), name
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_that_float32_cannot_hold(ranks, nvme, tier, world):
+    ranks(other_dtypes, world, str(nvme), tier)
+
+
+def test_a_complex_gradient_is_whole(nvme):
+    class Phases(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phases = torch.nn.Parameter(torch.complex(torch.ones(4), torch.arange(4.0)))
+
+        def forward(self):
+            return (self.phases * torch.arange(1.0, 5.0)).abs().square().sum()
+
+    reference, model = Phases(), zinf.shard(Phases(), config(nvme, "cpu", optimizer="cpu"))
+    reference().backward()
+    model().backward()
+    assert torch.equal(zinf.full_grad(model.phases), reference.phases.grad)
 
 
 def test_gradients_are_plain_torchs(nvme):
