@@ -81,6 +81,14 @@ def test_checkpoint_by_hand_uses_the_running_model_s_tier(nvme, expected):
     assert written == 4 * 512 * 64 * 4
 
 
+def test_checkpoint_takes_the_place_of_torchs_function():
+    x = torch.randn(3, requires_grad=True)
+    zinf.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+    with pytest.raises(ValueError, match="use_reentrant"):
+        zinf.checkpoint(torch.sin, x, use_reentrant=True)
+
+
 def test_checkpoint_outside_of_any_model_is_torch_s():
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)

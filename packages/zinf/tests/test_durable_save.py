@@ -344,7 +344,12 @@ def test_extra_keeps_values_and_tensors(nvme, tmp_path):
     assert found["nested"]["half"].dtype is torch.bfloat16
     assert found["nested"]["list"][0] == 5
     assert found["nested"]["list"][1]["empty"].shape == (0, 2)
-    for bad in ({None: 2}, {True: 2}, {"__items__": 2}, {"f": print}, [object()]):
+    endless: list = []
+    endless.append(endless)
+    tensors = (
+        torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128),
+    )  # fmt: skip
+    for bad in ({None: 2}, {True: 2}, {"__items__": 2}, {"f": print}, [object()], endless, *tensors):
         with pytest.raises(TypeError, match="extra"):
             zinf.save(tmp_path, model, optimizer, extra=bad)
     assert len(checkpoints(tmp_path)) == 2
@@ -416,7 +421,7 @@ def test_keep(nvme, tmp_path):
     assert len(kept) == 2
     assert str(kept[-1]) == newest
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "nvme") == [path.name for path in kept]
-    for wrong in (0, 1.5, "2"):
+    for wrong in (True, 0, 1.5, "2"):
         with pytest.raises(ValueError, match="keep"):
             zinf.save(tmp_path, model, optimizer, keep=wrong)
     assert checkpoints(tmp_path) == kept
@@ -543,6 +548,15 @@ def test_a_file_that_was_cut_short(nvme, tmp_path):
         zinf.load(path, model, optimizer)
 
 
+def test_a_buffer_that_no_file_can_hold_is_named(nvme, tmp_path):
+    model = make()
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex128))
+    zinf.shard(model, config(nvme))
+    with pytest.raises(TypeError, match=r"buffer\.turns is torch\.complex128"):
+        zinf.save(tmp_path / "run", model, None)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_file_of_buffers_that_is_gone_or_no_file(nvme, tmp_path):
     model, optimizer, path = saved(nvme, tmp_path / "run")
     before = full_states(model)
@@ -552,6 +566,13 @@ def test_a_file_of_buffers_that_is_gone_or_no_file(nvme, tmp_path):
         make_instead()
         with pytest.raises(zinf.CheckpointError, match=re.escape(str(file))):
             zinf.load(path, model, optimizer)
+    file.rmdir()
+    file.write_bytes(b"no tensors")
+    manifest = checkpoint_format.Manifest.decode((Path(path) / "manifest.json").read_bytes())
+    manifest.tensors_crc32c = deepnvme.crc32c(bytearray(b"no tensors"))
+    (Path(path) / "manifest.json").write_bytes(manifest.encode())
+    with pytest.raises(zinf.CheckpointError, match=re.escape(str(file))):
+        zinf.load(path, model, optimizer)
     assert_same(full_states(model), before)
 
 

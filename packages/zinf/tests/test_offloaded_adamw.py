@@ -170,7 +170,7 @@ def test_a_group_that_is_refused_adds_nothing(nvme):
 @pytest.mark.parametrize("settings", [
     {"lr": -1.0}, {"lr": float("inf")}, {"lr": float("nan")}, {"lr": "fast"}, {"eps": None}, {"weight_decay": -0.1},
     {"betas": 0.9}, {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"betas": ("a", "b")}, {"grad_clip": 0.0},
-    {"accumulate": 0}, {"accumulate": 1.5},
+    {"accumulate": 0}, {"accumulate": 1.5}, {"accumulate": True}, {"grad_clip": "1.0"}, {"lr": "1e-3"}, {"lr": True},
 ])  # fmt: skip
 def test_settings_out_of_range_are_named(nvme, settings):
     model = zinf.shard(make(), config(nvme))
@@ -278,3 +278,19 @@ def test_a_copy_that_would_train_nothing_is_refused(nvme, way):
     optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
     with pytest.raises(TypeError, match=r"zinf\.save"):
         way(optimizer)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None, "1.0"])
+def test_what_is_no_norm_clips_nothing(nvme, max_norm):
+    """A negative one would turn the gradients round, as it does in torch."""
+    model = zinf.shard(make(), config(nvme))
+    optimizer = zinf.AdamW(model.parameters(), **SETTINGS)
+    twin = zinf.shard(make(), config(nvme))
+    twins = zinf.AdamW(twin.parameters(), **SETTINGS)
+    for one in (model, twin):
+        one.loss(one.data(0)).backward()
+    with pytest.raises(ValueError, match="max_norm"):
+        zinf.clip_grad_norm_(model, max_norm)
+    optimizer.step()
+    twins.step()
+    assert_same(state_of(model), state_of(twin))

@@ -106,6 +106,14 @@ def test_what_is_missing_unexpected_or_misshapen_is_listed_and_nothing_is_loaded
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_what_is_no_directory_is_said_to_be_none(tmp_path, nvme):
+    model = zinf.shard(make(), config(nvme))
+    zinf.export(model, tmp_path)
+    for wrong in ("openai-community/gpt2", tmp_path / "model.safetensors"):
+        with pytest.raises(FileNotFoundError, match="is no directory"):
+            zinf.load_pretrained(model, wrong)
+
+
 def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path, nvme):
     model = zinf.shard(make(), config(nvme))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))

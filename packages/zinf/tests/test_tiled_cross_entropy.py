@@ -94,6 +94,17 @@ def test_misfits_are_refused_with_all_shapes():
         zinf.cross_entropy(hidden, head, targets[:, :4])
 
 
+def test_what_is_no_tensor_or_no_head_is_named():
+    hidden, head, targets = case()
+    for wrong in (nn.GELU(), head.weight, None):
+        with pytest.raises(TypeError, match=f"head is a {type(wrong).__name__}"):
+            zinf.cross_entropy(hidden, wrong, targets)
+    with pytest.raises(TypeError, match="hidden is a list"):
+        zinf.cross_entropy(hidden.tolist(), head, targets)
+    with pytest.raises(TypeError, match="targets is a NoneType"):
+        zinf.cross_entropy(hidden, head, None)
+
+
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("wrong", [101, 5000, -1, -101])
 def test_a_target_that_is_no_row_is_refused_as_torch_does(tiles, wrong):

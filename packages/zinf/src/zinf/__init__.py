@@ -91,7 +91,8 @@ def report(model: _nn.Module) -> dict[str, Any]:
 def clip_grad_norm_(model: _nn.Module, max_norm: float) -> _torch.Tensor:
     """Clip the global 2-norm of all gradients, over ranks and tiers; returns the norm before (0-dim, float32).
 
-    With a zinf.AdamW the scaling happens within its update, in the same pass over memory. Collective.
+    With a zinf.AdamW the scaling happens within its update, in the same pass over memory. Collective. ValueError for a
+    max_norm that is negative or no number.
     """
     engine, _ = _engine_of(model)
     if engine.optimizer is None:

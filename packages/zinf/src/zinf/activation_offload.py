@@ -46,8 +46,11 @@ def checkpoint(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     If `fn` is a module or a method of one, buffers that it changes change once, as in a plain call.
 
     The tensors among `args` wait on the activations' tier of the model whose forward is running (`device` where
-    Config says None, and outside of any). Gradients are those of a plain call.
+    Config says None, and outside of any). Gradients are those of a plain call. `use_reentrant=False`, which torch's own
+    function wants to be given, may stand among `kwargs`; ValueError for True.
     """
+    if kwargs.pop("use_reentrant", False):
+        raise ValueError("zinf.checkpoint is not reentrant: leave use_reentrant out, or give False")
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return _checkpoint(module if isinstance(module, nn.Module) else None, fn, *args, **kwargs)
 

@@ -10,14 +10,23 @@ from typing import Any
 from torch import Tensor
 
 from .errors import CheckpointError
+from .safetensors_file import refuse_unwritable
 
 _TENSOR_MARK = "__tensor__"
 _ITEMS_MARK = "__items__"  # of a dict with whole numbers as keys, which JSON has not (milestones of a schedule)
+_MOST_LEVELS = 200  # of lists and dicts in one another: JSON is read and written by recursion
 
 
 def take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` with each tensor replaced by a mark; the tensors go into `tensors`. TypeError for what is no JSON."""
+    """`value` with each tensor replaced by a mark; the tensors go into `tensors`. TypeError for what cannot be kept."""
+    return _take(value, path, tensors, _MOST_LEVELS)
+
+
+def _take(value: Any, path: str, tensors: dict[str, Tensor], levels: int) -> Any:
+    if not levels:
+        raise TypeError(f"{path[:80]}... is nested deeper than {_MOST_LEVELS} levels, or in itself")
     if isinstance(value, Tensor):
+        refuse_unwritable(path, value)
         name = f"extra.{len(tensors)}"
         tensors[name] = value
         return {_TENSOR_MARK: name}
@@ -27,10 +36,10 @@ def take_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
                 raise TypeError(f"{path}: key {key!r} is neither a string nor a whole number")
             if key in (_TENSOR_MARK, _ITEMS_MARK):
                 raise TypeError(f"{path}: key {key!r} has a meaning of its own in a checkpoint, choose another")
-        kept = [[key, take_tensors(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        kept = [[key, _take(item, f"{path}.{key}", tensors, levels - 1)] for key, item in value.items()]
         return dict(kept) if all(isinstance(key, str) for key in value) else {_ITEMS_MARK: kept}
     if isinstance(value, list | tuple):
-        return [take_tensors(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return [_take(item, f"{path}.{index}", tensors, levels - 1) for index, item in enumerate(value)]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise TypeError(f"{path}: {type(value).__name__} cannot be kept, only JSON values and tensors")

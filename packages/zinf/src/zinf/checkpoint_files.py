@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
@@ -64,7 +65,10 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     if deepnvme.crc32c(bytearray(blob)) != manifest.tensors_crc32c:
         raise CheckpointError(f"{file} is damaged")
-    return load_tensors(blob)
+    try:
+        return load_tensors(blob)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)

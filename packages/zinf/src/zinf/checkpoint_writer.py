@@ -34,6 +34,7 @@ from .errors import CheckpointError
 from .named_file import named_file
 from .offload_engine import OffloadEngine, engine_of
 from .offloaded_adamw import AdamW
+from .safetensors_file import refuse_unwritable
 from .shard_copy import ShardCopy, file_nbytes
 from .tiers.nvme import PIECE
 
@@ -63,6 +64,8 @@ class CheckpointWriter:
         self.kinds = {unit: list(record.kinds) for unit, record in zip(self.units, self._records, strict=True)}
         self._random_state = bytes(torch.get_rng_state().tolist()).hex()
         tensors = {f"buffer.{name}": buffer for name, buffer in buffers(model)} | to_tensors(engine.companions)
+        for name, tensor in tensors.items():
+            refuse_unwritable(name, tensor)
         self._extra = take_tensors(extra, "extra", tensors)
         self._module_states = {
             name: take_tensors(module.get_extra_state(), name, tensors) for name, module in extra_states(model).items()

@@ -53,7 +53,7 @@ def save(
     at once, and raised by the next `save` or `load`. TypeError, ValueError: the optimizer is no zinf.AdamW, or another
     model's.
     """
-    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+    if keep is not None and not (isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1):
         raise ValueError(f"keep={keep!r} is no number of checkpoints, at least 1")
     engine, machinery = engine_of(model)
     check_optimizer(engine, optimizer)

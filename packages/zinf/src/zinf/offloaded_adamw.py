@@ -67,10 +67,10 @@ class AdamW(torch.optim.Optimizer):
     ):
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _checked(settings)
-        if not (isinstance(accumulate, int) and accumulate >= 1):
+        if not (isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1):
             raise ValueError(f"accumulate={accumulate!r} must be a whole number of at least 1")
-        if grad_clip is not None and not grad_clip > 0:
-            raise ValueError(f"grad_clip={grad_clip} must be a positive norm")
+        if grad_clip is not None and not _number(float, grad_clip) > 0:
+            raise ValueError(f"grad_clip={grad_clip!r} must be a positive norm")
         self._engines: dict[OffloadEngine, PartitionedModel] = {}
         self._succeeded = False
         super().__init__(params, settings)
@@ -295,11 +295,14 @@ class AdamW(torch.optim.Optimizer):
 
     def clip(self, max_norm: float) -> Tensor:
         """See `zinf.clip_grad_norm_`."""
+        largest = _number(float, max_norm)
+        if not largest >= 0:  # a negative one would turn the gradients round
+            raise ValueError(f"max_norm={max_norm!r} is no norm: give a number of at least 0")
         self._refuse_clipping(self._engines)
         self._settle_gradients()
         norm = self._norm(own=False)
         if math.isfinite(norm):
-            self._clip_factor *= min(1.0, float(max_norm) / (norm + 1e-6))
+            self._clip_factor *= min(1.0, largest / (norm + 1e-6))
         else:
             self._clip_factor = math.nan
         return torch.tensor(norm, dtype=torch.float32)
@@ -382,6 +385,8 @@ def _checked(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(convert: Callable[[Any], float], value: Any) -> float:
+    if isinstance(value, str | bool):  # Python takes "1e-3" and True for numbers, and schedulers would not
+        return math.nan
     try:
         return convert(value)
     except (TypeError, ValueError):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 import deepnvme
 
@@ -29,6 +30,7 @@ _CODES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -51,6 +53,15 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * prod(self.shape)
+
+
+def refuse_unwritable(what: str, tensor: Tensor) -> None:
+    """TypeError for a tensor that files of this format cannot hold."""
+    if tensor.is_meta:
+        raise TypeError(f"{what} is on the meta device, where tensors have no values")
+    if tensor.layout is not torch.strided or tensor.dtype not in _CODES:
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        raise TypeError(f"{what} is {kind}, which safetensors files do not have")
 
 
 def header(entries: Iterable[Entry]) -> bytes:

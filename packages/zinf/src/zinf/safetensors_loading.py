@@ -237,6 +237,10 @@ def _weight_map(folder: Path) -> Iterator[tuple[str, str]]:
                 raise CheckpointError(f"{folder / INDEX} places {name!r} in {file!r}, which is no file of the folder")
             yield name, file
         return
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no directory: give one that holds {SINGLE} or {INDEX}; nothing is fetched"
+        )
     if not (folder / SINGLE).is_file():
         raise FileNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}")
     with SafetensorsFile(folder / SINGLE) as single:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,22 @@ def cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     the log-sum-exp is added up over tiles of the vocabulary, and backward computes each tile's logits again. A weight
     that is itself in tiles (`zinf.tiled`) is gathered one tile at a time. Under autocast the logits are multiplied in
     its dtype, as a linear layer's.
-    ValueError for shapes that do not fit; IndexError, as torch's, for a target that is no row of `head`.
+    TypeError for what is no tensor, or no head; ValueError for shapes that do not fit; IndexError, as torch's, for a
+    target that is no row of `head`.
     """
-    weight: Tensor = head.weight  # type: ignore[assignment]
+    for name, given in (("hidden", hidden), ("targets", targets)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}, a tensor is needed")
+    weight: Any = getattr(head, "weight", None)
+    if not isinstance(head, nn.Module) or not isinstance(weight, Tensor):
+        raise TypeError(f"head is a {type(head).__name__}: a module with a `weight` is needed, as torch.nn.Linear")
     bias: Tensor | None = getattr(head, "bias", None)
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != targets.shape:
+    if (
+        weight.dim() != 2
+        or not hidden.dim()
+        or hidden.shape[-1] != weight.shape[1]
+        or hidden.shape[:-1] != targets.shape
+    ):
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, head weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do "
             "not fit: expected (..., width), (vocabulary, width) and (...)"
