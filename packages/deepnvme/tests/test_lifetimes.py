@@ -263,6 +263,7 @@ def test_engine_that_is_dropped_goes_away(backend, run_python, when):
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_tensor_that_is_given_other_memory_meanwhile(backend, run_python, shift):
+    pytest.importorskip("torch")
     run_python(
         """
         import sys, deepnvme, numpy as np, torch
