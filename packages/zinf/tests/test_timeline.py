@@ -35,3 +35,11 @@ def test_the_file_is_written_also_when_the_block_raises(nvme, tmp_path):
     json.loads((tmp_path / "trace.json").read_text())
     with pytest.raises(TypeError), zinf.trace(make(), tmp_path / "other.json"):
         pass
+
+
+def test_a_path_that_cannot_be_written_costs_no_steps(nvme, tmp_path):
+    model, optimizer = offloaded(config(nvme))
+    for wrong in (tmp_path, tmp_path / "absent" / "trace.json"):
+        with pytest.raises(OSError, match=str(tmp_path)), zinf.trace(model, wrong):
+            train(model, optimizer, 1)
+    assert zinf.full_state(model.norm.weight)["step"] == 0

@@ -23,9 +23,10 @@ def trace(model: nn.Module, path: str | os.PathLike) -> Iterator[None]:
     """Write a timeline of what happens inside the block to `path`, when the block ends.
 
     Open it at ui.perfetto.dev or chrome://tracing. On several ranks give each its own path. TypeError for a model that
-    is none of zinf's.
+    is none of zinf's; OSError, before the block runs, for a path that cannot be written.
     """
     engine, machinery = engine_of(model)
+    file = open(path, "w")  # noqa: SIM115  a mistake in the path costs no steps, and takes no error's place
     spans: list[Span] = []
     lock = threading.Lock()  # the drive's spans end in its own thread
 
@@ -39,7 +40,7 @@ def trace(model: nn.Module, path: str | os.PathLike) -> Iterator[None]:
     finally:
         with lock:
             events = _events(spans, machinery.ranks.rank)
-        with named_file(path), open(path, "w") as file:
+        with named_file(path), file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
