@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from zero3.buffer_pool import BufferPool
 from zero3.testing import RankPools
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# A shell starts background jobs with SIGINT ignored, and their children inherit that: the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # tiny models: threads only wait for one another
 
