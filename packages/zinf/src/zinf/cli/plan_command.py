@@ -146,12 +146,12 @@ def _size(nbytes: int) -> str:
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
+    if path.is_dir():  # the drawing would get a name beside it that nobody has given
+        raise BadInput(f"--plot {path}: is a directory, not a file")
     try:
         from zinf.planner.efficiency_plot import draw
     except ImportError as error:
         raise BadInput("--plot needs matplotlib: pip install 'zinf[plot]'") from error
-    if path.is_dir():  # the drawing would get a name beside it that nobody has given
-        raise BadInput(f"--plot {path}: is a directory, not a file")
     try:
         draw(result, path)
     except (OSError, ValueError) as error:  # the folder is missing, or the file's ending is of no known format
