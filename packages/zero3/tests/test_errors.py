@@ -184,6 +184,53 @@ def test_the_state_after_refusals_is_whole():
     assert all(str(unit.state) == "SHARDED" for unit in zero3.units(model))
 
 
+def stepped_by_hand(rank, world, write):
+    """A whole parameter and a part of a gradient: an error on every rank, where some would broadcast."""
+    model = zero3.shard(nn.Linear(2, 64))
+    model(torch.ones(3, 2)).sum().backward()
+    before = state_of(model)
+    for param in model.parameters():
+        with pytest.raises(zero3.UnsupportedError, match=r"whole outside of an optimizer's step"):
+            write(param)
+    assert_same(state_of(model), before)
+
+
+@torch.no_grad()
+def by_operator(param):
+    param -= 0.1 * param.grad
+
+
+def by_data(param):
+    param.data.add_(param.grad.data, alpha=-0.1)
+
+
+@torch.no_grad()
+def by_foreach(param):
+    torch._foreach_add_([param], [param.grad], alpha=-0.1)
+
+
+@torch.no_grad()
+def inside_gathered(param):
+    with zero3.gathered(param, modify=True):
+        param.sub_(param.grad)
+
+
+@pytest.mark.parametrize("write", [by_operator, by_data, by_foreach, inside_gathered])
+def test_a_step_by_hand_is_refused_on_two_ranks(ranks, write):
+    ranks(stepped_by_hand, 2, write)
+
+
+@pytest.mark.parametrize("store", [None, DistantStore()], ids=["resident", "distant"])
+def test_memory_that_serves_many_units_is_not_shared_with_other_processes(store):
+    plain, model = pair(Perceptron, store=store, unit_size=1, dtype=None)
+    if store is None:
+        model.share_memory()  # ordinary parameters
+    else:
+        with pytest.raises(zero3.UnsupportedError, match=r"layers\.0\.weight.*copy\.deepcopy\(model\)"):
+            model.share_memory()
+    assert_same(train_sharded(model, 2)[1], train_plain(plain, 2)[1])
+
+
 @pytest.mark.parametrize("record", [torch.jit.trace, torch.export.export], ids=["torch.jit.trace", "torch.export"])
 def test_recording_a_graph_is_refused_and_a_copy_can_be_recorded(record):
     plain, model = pair(Perceptron, store=DistantStore(), unit_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 
 import pytest
@@ -88,6 +89,29 @@ def other_norms(rank, world):
 
 def test_norms_as_people_ask_for_them(ranks):
     ranks(other_norms, 2)
+
+
+def norms_of_copies(rank, world):
+    """The norm is asked of a copy of the gradient as often as of the gradient itself."""
+    plain, model = pair(Perceptron)
+    plain_gradients(plain, plain.data(0), world)
+    model.loss(parts(model.data(0), world)[rank]).backward()
+    copies = [
+        lambda grad: grad.data, Tensor.detach, Tensor.clone, Tensor.double, lambda grad: grad.to(torch.float64),
+        lambda grad: grad / 4, lambda grad: 0.5 * grad, lambda grad: -grad, lambda grad: grad.detach().view(-1).abs(),
+    ]  # fmt: skip
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        for copied in copies:
+            found = copied(one.grad).norm(2)
+            torch.testing.assert_close(found.as_subclass(Tensor), copied(other.grad).norm(2), rtol=2e-6, atol=0)
+    kept = io.BytesIO()
+    torch.save(one.grad.clone(), kept)
+    kept.seek(0)
+    assert torch.equal(torch.load(kept), one.grad.as_subclass(Tensor))
+
+
+def test_norms_of_copies(ranks):
+    ranks(norms_of_copies, 2)
 
 
 class Waves(nn.Module):

@@ -224,6 +224,48 @@ def test_assigned_gradients_are_used():
     assert_same(state_of(model), state_of(plain))
 
 
+def through_data(rank, world):
+    """`param.grad.data = values` is an assignment to the gradient, and `set_` too."""
+    plain, model = pair(Perceptron, store=DistantStore())
+    plain_gradients(plain, plain.data(0), world)
+    model.loss(parts(model.data(0), world)[rank]).backward()
+    for one in (plain, model):
+        one.layers[0].weight.grad.data = one.layers[0].weight.grad.data * 3
+        one.layers[1].weight.grad.set_(one.layers[1].weight.grad.detach() * 2)
+    assert_same(full_gradients(model), gradients_of(plain))
+    with pytest.raises(zero3.UnsupportedError, match="cannot become"):
+        model.layers[0].weight.grad.data = torch.ones(3)
+
+
+def test_values_put_under_a_gradient(ranks):
+    one_and_two(ranks, through_data)
+
+
+def written_in_no_sync(rank, world):
+    """Gradients that user code changes while they wait unreduced; both ranks have the same batch."""
+    plain, model = pair(Perceptron, store=DistantStore())
+    opt_plain, opt = adamw(plain.parameters()), adamw(model.parameters())
+    for step in range(2):
+        for one in (plain, model):
+            with zero3.no_sync(model):
+                one.loss(one.data(step)).backward()
+                one.layers[0].weight.grad = one.layers[0].weight.grad * 3
+                one.layers[1].weight.grad.mul_(2)
+                one.layers[2].weight.grad = None
+                one.layers[1].bias.grad = None
+                one.layers[1].bias.grad = torch.ones(one.layers[1].bias.shape)
+                one.layers[3].weight.grad.data = one.layers[3].weight.grad.data + 1
+            one.loss(one.data(step + 2)).backward()
+        for optimizer in (opt_plain, opt):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_gradients_that_are_written_while_they_wait_unreduced(ranks):
+    one_and_two(ranks, written_in_no_sync)
+
+
 def test_a_gradient_of_another_shape_is_refused():
     _, model = pair(Perceptron, store=DistantStore())
     with pytest.raises(RuntimeError, match=r"layers\.0\.weight|shape"):

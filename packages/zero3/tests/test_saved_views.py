@@ -17,6 +17,7 @@ from zero3_testing import (
     at_rest,
     full_gradients,
     gradients_of,
+    one_and_two,
     pair,
     train_plain,
     train_sharded,
@@ -283,6 +284,31 @@ def test_so_it_is_whatever_changed_them(change):
             model.layers[2].weight.mul_(2)
     with pytest.raises((zero3.StaleViewError, RuntimeError), match=r"layers|inplace"):
         early.backward()
+
+
+class AddsOne(torch.optim.Optimizer):
+    """Changes what has no gradient, as weight decay and averages do in some optimizers."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(1)
+
+
+def changed_without_a_gradient(rank, world):
+    _, model = distant_pair(Perceptron)
+    early = model.loss(model.data(0))
+    AddsOne(model.layers[2].parameters()).step()
+    with pytest.raises(zero3.StaleViewError, match=r"layers\.2"):
+        early.backward()
+
+
+def test_so_it_is_when_an_optimizer_changes_what_has_no_gradient(ranks):
+    one_and_two(ranks, changed_without_a_gradient)
 
 
 def test_a_change_of_another_parameter_is_no_harm():

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import parameter_forms
 from .errors import UnsupportedError
+from .parameter_forms import ShardGradient
 from .partition_model import model_of
 
 
@@ -54,20 +56,39 @@ def _double(part: Tensor) -> Tensor:
     return part.to(torch.complex128 if part.is_complex() else torch.float64)
 
 
+_data: Any = Tensor.data
+# What gives the same elements, in another type or place or scaled, of which a norm is still wanted of all.
+_SAME_ELEMENTS = frozenset(
+    [
+        _data.__get__, Tensor.detach, Tensor.clone, torch.clone, Tensor.contiguous, Tensor.cpu, Tensor.to,
+        Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.view, Tensor.reshape,
+        Tensor.flatten, torch.flatten, Tensor.ravel, Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.__mul__,
+        Tensor.__rmul__, Tensor.__truediv__, Tensor.neg, Tensor.__neg__, Tensor.abs, torch.abs,
+    ]
+)  # fmt: skip
 _NORMS = frozenset([torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm])
 
 
 def intercept(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a torch function that was called on a rank's part of a gradient.
 
-    Norms and overflow checks become global (they are collective then); all else works on the part.
+    Norms and overflow checks become global (they are collective then), also of what has the part's elements, as they
+    are or scaled; all else works on the part.
     """
+    if func == _data.__set__:
+        return _overwrite(*args)
     if func in _NORMS:
         return _global_norm(func, args, kwargs)
     if func is torch._foreach_norm:
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         return [_global_norm(torch.linalg.vector_norm, (part, order), {}) for part in args[0]]
+    parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    slots = [slot for leaf in parts if type(leaf) is ShardGradient and (slot := _slot_of(leaf)) is not None]
+    _refuse_whole(slots, parts)
     result = func(*args, **kwargs)
+    if func in _SAME_ELEMENTS and slots and type(result) is Tensor:
+        result = result.as_subclass(ShardGradient)
+        result._zero3 = slots[0]
     if func is torch._amp_foreach_non_finite_check_and_unscale_:
         found = args[1]
         for part in args[0]:
@@ -75,6 +96,35 @@ def intercept(func: Any, args: tuple, kwargs: dict) -> Any:
                 slot.unit.model.ranks.maximum(found, "whether a scaled gradient overflowed")
                 break
     return result
+
+
+def _slot_of(part: Tensor) -> Any:
+    return getattr(part, "_zero3", None)
+
+
+def _overwrite(part: Tensor, values: Tensor) -> Tensor:
+    """`grad.data = values`: the memory under it is where the gradient is kept."""
+    if values.shape != part.shape or values.dtype != part.dtype:
+        raise UnsupportedError(
+            f"a partitioned gradient, {tuple(part.shape)} {part.dtype}, cannot become {tuple(values.shape)} "
+            f"{values.dtype}: it is kept with those of other parameters"
+        )
+    with torch.no_grad():
+        return part.copy_(values)
+
+
+def _refuse_whole(slots: list[Any], operands: list[Tensor]) -> None:
+    """As `_refuse_part` of parameter_forms.py, of gathered parameters and of what `param.data` gives."""
+    for slot in slots:
+        model = slot.unit.model
+        if model.shard_ranks > 1 and any(_is_whole(operand, model) for operand in operands):
+            parameter_forms.refuse_beside_whole(slot)
+
+
+def _is_whole(operand: Tensor, model: Any) -> bool:
+    if type(operand) is ShardGradient or operand.layout is not torch.strided:
+        return False
+    return parameter_forms.is_partitioned(operand) or model.gathered_memory.unit_at(operand.data_ptr()) is not None
 
 
 def _global_norm(func: Any, args: tuple, kwargs: dict) -> Tensor:

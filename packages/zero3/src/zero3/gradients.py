@@ -376,10 +376,10 @@ class Gradients:
             if stored is None:
                 return None
             part = slot.piece_of(stored).as_subclass(ShardGradient)
-            part._zero3 = slot  # type: ignore[attr-defined]
+            part._zero3 = slot
             return part
         if slot.index in unit.unsynced_slots:
-            return slot.view_of(self._unsynced(unit))
+            return slot.view_of(self._unsynced(unit)).as_subclass(ShardGradient)
         self._model.store.check_gradient(unit)
         return None
 
@@ -389,15 +389,20 @@ class Gradients:
         if value is None:
             self._drop(slot)
             return
-        piece = slot.piece_of(self._stored(slot.unit))
+        unit = slot.unit
+        whole = bool(unit.unsynced_slots) and not slot.has_grad  # inside no_sync, as `visible`
+        piece = slot.view_of(self._unsynced(unit)) if whole else slot.piece_of(self._stored(unit))
         if value.shape != piece.shape:
+            seen = "it" if whole else "this rank's part of it"
             raise UnsupportedError(
-                f"the gradient of {slot.name} cannot become {tuple(value.shape)}: this rank's part of it is "
-                f"{tuple(piece.shape)}"
+                f"the gradient of {slot.name} cannot become {tuple(value.shape)}: {seen} is {tuple(piece.shape)}"
             )
         with without_noticing(), torch.no_grad():
             piece.copy_(value)
-        slot.has_grad = True
+        if whole:
+            unit.unsynced_slots.add(slot.index)
+        else:
+            slot.has_grad = True
 
     def _drop(self, slot: ParamSlot) -> None:
         unit = slot.unit

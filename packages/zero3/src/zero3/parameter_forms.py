@@ -83,8 +83,21 @@ class ShardGradient(Tensor):
     """This rank's part of a parameter's gradient, as user code sees it.
 
     A norm or an overflow check over such parts would be local and silently wrong, so torch's own helpers for
-    both are answered globally; everything else works on the part as on any tensor.
+    both are answered globally, also of a copy or a multiple of the part; everything else works on the part as on any
+    tensor. What is written to its `data` goes to where the gradient is kept.
     """
+
+    _zero3: ParamSlot  # missing where it is a whole gradient, of this rank alone (no_sync)
+
+    def set_(self, source: Any = None, *place: Any) -> Any:
+        """As `data = source`; torch's own asks no class."""
+        if not isinstance(source, Tensor) or place:
+            raise UnsupportedError("set_ of a partitioned gradient takes a tensor of its shape and dtype")
+        self.data = source
+        return self
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled, it is a plain tensor
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -156,6 +169,13 @@ class _Partitioned(torch.nn.Parameter):
         touch(slot)
         return super().as_subclass(cls)
 
+    def share_memory_(self) -> Any:
+        """Refused: it would give other memory to a buffer that serves many units, or to a shard."""
+        raise UnsupportedError(
+            f"parameter {slots_of(self)[0].name} is partitioned: its memory cannot be shared between processes. Share "
+            "copy.deepcopy(model), which is a plain model."
+        )
+
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Refused: it would be called with this rank's own gradient, before the reduction."""
         _refuse_hook(self._zero3)
@@ -186,7 +206,10 @@ class Released(_Partitioned):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func not in METADATA and (func is not Tensor.detach or cls.detach_gathers):
-            slots = [leaf._zero3 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Partitioned)]
+            leaves = tree_leaves((args, kwargs))
+            slots = [leaf._zero3 for leaf in leaves if isinstance(leaf, _Partitioned)]
+            if any(type(leaf) is ShardGradient for leaf in leaves):
+                _refuse_part(slots)
             if func is Tensor.copy_ and _overwritten(*args, **kwargs):
                 return args[0]
             units = {slot.unit for slot in slots}
@@ -221,6 +244,20 @@ def _overwritten(param: Tensor, values: Any, *_: Any, **__: Any) -> bool:
     flat = values.detach().reshape(-1)
     slot.unit.model.assign(slot, lambda start, stop: flat[start:stop])
     return True
+
+
+def _refuse_part(slots: list[ParamSlot]) -> None:
+    """A whole parameter beside a part of a gradient: an error of torch's on some ranks, and on others a broadcast."""
+    for slot in slots:
+        if slot.unit.model.shard_ranks > 1:
+            refuse_beside_whole(slot)
+
+
+def refuse_beside_whole(slot: ParamSlot) -> None:
+    raise UnsupportedError(
+        f"a gradient is this rank's part of it, and {slot.name} is whole outside of an optimizer's step: they "
+        "do not fit together. Use an optimizer of torch.optim."
+    )
 
 
 def _refuse_unreduced(slots: list[ParamSlot]) -> None:
@@ -322,11 +359,13 @@ def present_piece(slot: ParamSlot, piece: Tensor, grad: Tensor | None) -> None:
     param.__class__ = torch.nn.Parameter
     _set_grad(param, None)  # its shape would be checked against the new data
     _set_data(param, piece)
+    slot.version = param._version
     _set_grad(param, grad)
 
 
 def withdraw_piece(slot: ParamSlot) -> None:
-    """Back from the optimizer's part to the placeholder."""
+    """Back from the optimizer's part to the placeholder. An optimizer may also change what has no gradient."""
+    slot.changes += slot.param._version != slot.version
     _set_grad(slot.param, None)
     if slot.unit.dtype != slot.unit.master_dtype:
         slot.forget_accumulator()  # torch has dropped the node when the dtype changed

@@ -194,7 +194,7 @@ class Tiles:
         grad = flat.view(piece_shape(self.shape, flat.numel()))
         self._grad = grad, grad._version
         seen = grad.as_subclass(ShardGradient)
-        seen._zero3 = self.slots[0]  # type: ignore[attr-defined]
+        seen._zero3 = self.slots[0]
         return seen
 
     def assign_gradient(self, value: Tensor | None) -> None:
