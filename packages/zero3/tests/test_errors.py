@@ -220,6 +220,43 @@ def test_a_step_by_hand_is_refused_on_two_ranks(ranks, write):
     ranks(stepped_by_hand, 2, write)
 
 
+class Shares(nn.Module):
+    """Two tensors of one memory; `where` says which."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, both = nn.Linear(4, 6), torch.randn(8, 6)
+        if where == "parameter":
+            self.second = nn.Parameter(self.first.weight.data)
+        elif where == "buffer":
+            self.register_buffer("second", self.first.weight.data[1:3])
+        elif where == "columns":
+            self.columns = nn.ParameterList([both[:, :4], both[:, 3:]])
+        elif where == "apart":
+            self.columns = nn.ParameterList([both[:, ::2], both[:, 1::2], both.new_ones(3)])
+        elif where == "frozen":
+            self.second = nn.Parameter(self.first.requires_grad_(False).weight.data, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("parameter", "first.weight and second|second and first.weight"),
+        ("buffer", "first.weight and second"),
+        ("columns", "columns.0 and columns.1"),
+    ],
+)
+def test_parameters_that_share_memory_are_refused(where, names):
+    with pytest.raises(zero3.UnsupportedError, match=f"({names}) share memory"):
+        zero3.shard(Shares(where))
+
+
+@pytest.mark.parametrize("where", ["apart", "frozen"])
+def test_what_lies_beside_one_another_or_never_changes_is_no_harm(where):
+    plain, model = pair(lambda: Shares(where), store=DistantStore())
+    assert_same(state_of(model), state_of(plain))
+
+
 @pytest.mark.parametrize("store", [None, DistantStore()], ids=["resident", "distant"])
 def test_memory_that_serves_many_units_is_not_shared_with_other_processes(store):
     plain, model = pair(Perceptron, store=store, unit_size=1, dtype=None)

@@ -16,6 +16,7 @@ from .errors import UnsupportedError
 from .partitioned_model import PartitionedModel, Settings
 from .scheduler import OnDemand, Scheduler
 from .shard_store import InMemoryStore, ShardStore
+from .shared_memory import refuse_shared_memory
 from .unit import ParamSlot, Unit
 from .unit_grouping import Group, group, parse_size
 
@@ -59,7 +60,8 @@ def shard(
     timeout       seconds that a rank waits for the others
 
     Values are rank 0's, buffers' too. Collective. ValueError for a wrong argument, TypeError for a model that is no
-    module; UnsupportedError for a sparse buffer on several ranks.
+    module; UnsupportedError for a sparse buffer on several ranks, and for trainable parameters that share memory with
+    others, or with buffers, without being the same Parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -122,6 +124,7 @@ def partition(
     """Group the parameters, fill the units one after the other, install hooks."""
     if getattr(module, _MODEL, None) is not None:
         _unhook(module)
+    refuse_shared_memory(module)
     if any(param.device.type == "meta" for param in module.parameters()):
         from .partitioned_init import materialise_from_meta
 
