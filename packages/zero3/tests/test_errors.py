@@ -220,6 +220,35 @@ def test_a_step_by_hand_is_refused_on_two_ranks(ranks, write):
     ranks(stepped_by_hand, 2, write)
 
 
+class OwnLBFGS(torch.optim.LBFGS):
+    """By another name it looks at all parameters together just so."""
+
+
+def steps_that_would_differ(rank, world):
+    model = zero3.shard(Perceptron(), store=DistantStore())
+    with pytest.raises(zero3.UnsupportedError, match="OwnLBFGS is not element-wise"):
+        OwnLBFGS(model.parameters()).step(lambda: model.loss(model.data(0)))
+    shape = model.layers[3].weight.shape
+    model.layers[3] = nn.Linear(shape[1], shape[0])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.loss(model.data(rank)).backward()
+    with pytest.raises(
+        zero3.UnsupportedError, match=r"layers\.3\.weight came into the model.*zero3\.shard"
+    ):
+        opt.step()
+    zero3.shard(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt.zero_grad()
+    model.loss(model.data(rank)).backward()
+    opt.step()
+    return model.layers[3].weight.detach().clone()
+
+
+def test_steps_after_which_ranks_would_differ_are_refused(ranks):
+    one, other = ranks(steps_that_would_differ, 2)
+    assert torch.equal(one, other)
+
+
 class Shares(nn.Module):
     """Two tensors of one memory; `where` says which."""
 

@@ -47,11 +47,13 @@ def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple,
     units = _units(optimizer)
     if not units:
         return None
-    if any(unit.model.shard_ranks > 1 for unit in units) and type(optimizer).__name__ in _NOT_ELEMENT_WISE:
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if any(unit.model.shard_ranks > 1 for unit in units) and not names.isdisjoint(_NOT_ELEMENT_WISE):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not element-wise: on partitioned parameters it would compute something "
             "else. Use an element-wise optimizer (SGD, Adam, AdamW, ...)."
         )
+    _refuse_ordinary(optimizer, units)
     _present(units)
     return _with_whole_parameters(optimizer, args, kwargs)
 
@@ -79,6 +81,22 @@ def recover(model: PartitionedModel) -> None:
         _withdraw(unit, slots)
         for slot in zeroed:  # by a zero_grad() since
             slot.param.grad = None
+
+
+def _refuse_ordinary(optimizer: Optimizer, units: dict[Unit, list[ParamSlot]]) -> None:
+    """Put into a model after it was partitioned: on several ranks each would train its own."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    ordinary = {id(param) for param in params if not parameter_forms.is_partitioned(param) and param.grad is not None}
+    if not ordinary:
+        return
+    for model in {unit.model for unit in units if unit.model.ranks.size > 1}:
+        for name, param in model.named_parameters():
+            if id(param) in ordinary:
+                raise UnsupportedError(
+                    f"parameter {name} came into the model after it was partitioned: its gradient is this rank's own, "
+                    "and the ranks would come to different values. Call zero3.shard(model) again, and make the "
+                    "optimizer then."
+                )
 
 
 def _present(units: dict[Unit, list[ParamSlot]]) -> None:

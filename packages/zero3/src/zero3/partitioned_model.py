@@ -119,6 +119,11 @@ class PartitionedModel:
         """Whether the module is no more, and with it all values (it is held weakly)."""
         return type(self.store) is NoStore
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the module has now, whether it was partitioned or came later."""
+        module = self._module()
+        return iter(()) if module is None else module.named_parameters()
+
     @property
     def under_construction(self) -> bool:
         """Its units are those of a model that is being built under init()."""
