@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from functools import partial
 
@@ -98,7 +99,8 @@ def norms_of_copies(rank, world):
     model.loss(parts(model.data(0), world)[rank]).backward()
     copies = [
         lambda grad: grad.data, Tensor.detach, Tensor.clone, Tensor.double, lambda grad: grad.to(torch.float64),
-        lambda grad: grad / 4, lambda grad: 0.5 * grad, lambda grad: -grad, lambda grad: grad.detach().view(-1).abs(),
+        copy.deepcopy, lambda grad: grad / 4, lambda grad: 0.5 * grad, lambda grad: -grad,
+        lambda grad: grad.detach().view(-1).abs(),
     ]  # fmt: skip
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         for copied in copies:

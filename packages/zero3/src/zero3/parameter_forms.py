@@ -96,6 +96,9 @@ class ShardGradient(Tensor):
         self.data = source
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())
+
     def __reduce_ex__(self, protocol):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled, it is a plain tensor
 
